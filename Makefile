@@ -58,23 +58,23 @@ test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)
 
 test-mutations: $(VENV)/.installed-test
-	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.house.mutations
 
 # The folder keeps logs, checkpoints and rollouts of the last run.
 test-nodes: $(VENV)/.installed-test
 	rm -rf runs/nodes
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes --folder runs/nodes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.nodes --folder runs/nodes
 
 bench: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks.baseline
 
 soak: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --folder runs/soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.soak --folder runs/soak
 
 # Runs in the environment of PYTHON, since only the user knows which build of torch and vLLM fits the driver.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu -s tests/weights tests/test_packing.py tests/test_memory_gpu.py tests/test_several_gpus.py \
-		tests/test_recipes_gpu.py \
+	$(PYTHON) -m pytest -m gpu -s tests/weights tests/batches/test_packing.py tests/check/test_memory_gpu.py tests/end_to_end/test_several_gpus.py \
+		tests/end_to_end/test_recipes_gpu.py \
 		$(PYTEST_ARGS)
 	$(PYTHON) -m trl_atropos.cli bench weights --params 0.6B,8B --ranks 32 --modes colocate,server,nccl_lora,lora
 
@@ -84,7 +84,7 @@ lint: $(VENV)/.installed-test
 
 # Needs nothing installed but pytest.
 house:
-	$(PYTHON) -m tests.test_house
+	$(PYTHON) -m tests.house.test_house
 
 $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

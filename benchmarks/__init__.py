@@ -1,6 +1,8 @@
-"""Benchmarks of the package's own parts. `trl-atropos bench NAME` runs one, `make bench` all of them.
+"""Benchmarks of the package's own parts. `trl-atropos bench NAME` runs one, `make bench` all of
+them.
 
-They are not installed with the package. A process that a benchmark starts finds this folder by `PYTHONPATH`.
+They are not installed with the package. A process that a benchmark starts finds this folder by
+`PYTHONPATH`.
 """
 
 import os
@@ -22,12 +24,18 @@ def main(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name in ("", "-h", "--help"):
         lines = [f"  {benchmark:<8} {text}" for benchmark, text in BENCHMARKS.items()]
-        sys.stdout.write("usage: trl-atropos bench NAME [options]\n\nbenchmarks:\n" + "\n".join(lines))
+        sys.stdout.write(
+            "usage: trl-atropos bench NAME [options]\n\nbenchmarks:\n" + "\n".join(lines)
+        )
         sys.stdout.write("\n\n`trl-atropos bench NAME --help` says more.\n")
         sys.exit(0 if name else 2)
     if name not in BENCHMARKS:
-        sys.stderr.write(f"trl-atropos bench: unknown benchmark {name!r}. There are: {', '.join(BENCHMARKS)}\n")
+        sys.stderr.write(
+            f"trl-atropos bench: unknown benchmark {name!r}. There are: {', '.join(BENCHMARKS)}\n"
+        )
         sys.exit(2)
     checkout = str(Path(__file__).parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (checkout, os.environ.get("PYTHONPATH")))
+    )
     import_module(f"benchmarks.{name}").main(rest)

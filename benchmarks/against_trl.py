@@ -1,8 +1,11 @@
-"""`trl-atropos bench loop --against trl`: the whole loop, beside TRL's own `GRPOTrainer` with vLLM in its process.
+"""`trl-atropos bench loop --against trl`: the whole loop, beside TRL's own `GRPOTrainer` with vLLM
+in its process.
 
-Both train the same model on the same task, rollouts that are really sampled: ours by `accelerate launch` and the
-recipe `recipes/gsm8k/colocate.yaml` as it is shipped, with model, environment and size of a batch replaced; TRL's by
-this file (`python -m benchmarks.against_trl FOLDER`), with its own defaults. The sides run one after the other.
+Both train the same model on the same task, rollouts that are really sampled: ours by `accelerate
+launch` and the recipe `recipes/gsm8k/colocate.yaml` as it is shipped, with model, environment and
+size of a batch replaced; TRL's by
+this file (`python -m benchmarks.against_trl FOLDER`), with its own defaults. The sides run one
+    after the other.
 """
 
 import argparse
@@ -24,11 +27,12 @@ import yaml
 from benchmarks.models import dtype, make_model
 from benchmarks.options import aligned
 from trl_atropos import __version__
-from trl_atropos.services.manager import tail
+from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quickstart/environment.py"
+RECIPE = ROOT / "recipes/gsm8k/colocate.yaml"
+ENVIRONMENT = ROOT / "recipes/quickstart/environment.py"
 ONE_AHEAD = {"max_batches_offpolicy": 1}
 TWO_SERVERS = {
     "vllm_mode": "server",
@@ -57,7 +61,9 @@ COLUMNS = {  # of the table: field, and how it is written
     "memory_gb": "{:.1f}",
     "speedup": "{:.2f}",
 }
-WARM_UP = 2  # steps that do not count: kernels are compiled, and the first batch is sampled with nothing else to do
+# steps that do not count: kernels are compiled, and the first batch is sampled with nothing else to
+# do
+WARM_UP = 2
 PROMPT = 4  # tokens
 LOOK_EVERY = 0.2  # seconds
 
@@ -90,7 +96,9 @@ def run(options: argparse.Namespace) -> dict:
     }
 
 
-def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, cuda: bool) -> dict[str, Any]:
+def _measure(
+    folder: Path, model: Path, side: str, options: argparse.Namespace, cuda: bool
+) -> dict[str, Any]:
     folder.mkdir()
     settings = {
         "model": str(model),
@@ -109,22 +117,41 @@ def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, 
         place = ROOT / "configs/accelerate" / ("single_gpu.yaml" if cuda else "cpu.yaml")
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
         command += ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"]] if cuda else []
-        command += ["--config_file", str(place), "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
-    log, peak = folder / "log.txt", Peak()
+        command += [
+            "--config_file",
+            str(place),
+            "-m",
+            "trl_atropos.train",
+            "--config",
+            str(folder / "recipe.yaml"),
+        ]
+    log = folder / "log.txt"
+    peak = Peak()
     began = time.monotonic()
     with log.open("w") as file, peak:
-        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=os.environ | run_variables())
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=folder, env=os.environ | run_variables()
+        )
         try:
             code = process.wait(options.timeout)
         except subprocess.TimeoutExpired:
-            sys.exit(f"trl-atropos bench loop: {side} took longer than {options.timeout} s\n{tail(log)}")
+            sys.exit(
+                f"trl-atropos bench loop: {side} took longer than {options.timeout} s\n{tail(log)}"
+            )
         finally:
             process.terminate()  # which a launcher passes on to what it has started
             process.wait()
     if code:
         sys.exit(f"trl-atropos bench loop: {side} ended with exit code {code}\n{_last_words(log)}")
-    steps = read_logs(folder / "run" / "run_log.jsonl" if side != "trl" else folder / "logs.jsonl")[WARM_UP:]
-    return {"side": side, **summary(steps), "memory_gb": peak.gigabytes, "wall_s": time.monotonic() - began}
+    steps = read_logs(folder / "run" / "run_log.jsonl" if side != "trl" else folder / "logs.jsonl")[
+        WARM_UP:
+    ]
+    return {
+        "side": side,
+        **summary(steps),
+        "memory_gb": peak.gigabytes,
+        "wall_s": time.monotonic() - began,
+    }
 
 
 def _last_words(log: Path) -> str:
@@ -158,7 +185,8 @@ class Peak:
         import torch
 
         while torch.cuda.is_available() and not self._over.wait(LOOK_EVERY):
-            used = torch.cuda.device_memory_used(0)  # of NVML: this process shall not have CUDA running
+            # of NVML: this process shall not have CUDA running
+            used = torch.cuda.device_memory_used(0)
             self.gigabytes = max(self.gigabytes or 0.0, used / 1e9)
 
 
@@ -179,7 +207,9 @@ def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> 
         "model_name_or_path": settings["model"],
         "output_dir": str(folder / "run"),
         "environments": [{"path": str(ENVIRONMENT), "config": environment}],
-        "vllm_server_base_url": [f"http://127.0.0.1:{free_port()}" for _ in range(1 + (side == "two_servers"))],
+        "vllm_server_base_url": [
+            f"http://127.0.0.1:{free_port()}" for _ in range(1 + (side == "two_servers"))
+        ],
         "atropos_url": f"http://127.0.0.1:{free_port()}",
         "max_steps": settings["steps"],
         "per_device_train_batch_size": settings["rollouts"],
@@ -194,7 +224,11 @@ def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> 
     if not cuda:
         recipe["vllm_args"] = ["--max-model-len", str(max(512, length)), "--enforce-eager"]
         recipe["dtype"] = "float32"
-        recipe["env"] = {"OMP_NUM_THREADS": 1, "VLLM_CPU_KVCACHE_SPACE": 1, "TOKENIZERS_PARALLELISM": "false"}
+        recipe["env"] = {
+            "OMP_NUM_THREADS": 1,
+            "VLLM_CPU_KVCACHE_SPACE": 1,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
     return recipe
 
 
@@ -234,15 +268,15 @@ def table(result: dict) -> str:
     names = ("trl_atropos", "torch", "trl", "transformers", "device")
     lines = [
         " ".join(f"{name}={result[name]}" for name in names),
-        f"{result['params']} parameters, {result['rollouts']} rollouts of at most {result['tokens']} tokens, means of "
-        f"{result['steps']} steps",
+        f"{result['params']} parameters, {result['rollouts']} rollouts of at most "
+        f"{result['tokens']} tokens, means of {result['steps']} steps",
         "",
         *aligned(result["rows"], COLUMNS),
     ]
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------ TRL's own loop
+# ----------------------------------------------------------------------------------- TRL's own loop
 
 
 def train_by_trl(folder: Path) -> None:
@@ -256,11 +290,16 @@ def train_by_trl(folder: Path) -> None:
     from environment import LETTERS, score
 
     settings = json.loads((folder / "settings.json").read_text())
-    cuda, rollouts = torch.cuda.is_available(), settings["rollouts"]
+    cuda = torch.cuda.is_available()
+    rollouts = settings["rollouts"]
     rng = random.Random(settings["seed"])
     number = (settings["steps"] + 1) * rollouts // settings["group_size"]
     prompts = ["".join(rng.choice(LETTERS) for _ in range(3)) + "=" for _ in range(number)]
-    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35} if cuda else {}
+    vllm = (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35}
+        if cuda
+        else {}
+    )
 
     class Clock(TrainerCallback):
         began = time.perf_counter()
@@ -269,13 +308,19 @@ def train_by_trl(folder: Path) -> None:
             if cuda:
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            self.seconds, self.began = now - self.began, now
+            self.seconds = now - self.began
+            self.began = now
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if "reward" in logs:
                 tokens = logs["completions/mean_length"] * rollouts
-                speed = {"time/step": self.seconds, "speed/sampled_tokens_per_second": tokens / self.seconds}
-                speed["speed/trained_tokens_per_second"] = (tokens + PROMPT * rollouts) / self.seconds
+                speed = {
+                    "time/step": self.seconds,
+                    "speed/sampled_tokens_per_second": tokens / self.seconds,
+                }
+                speed["speed/trained_tokens_per_second"] = (
+                    tokens + PROMPT * rollouts
+                ) / self.seconds
                 with (folder / "logs.jsonl").open("a") as file:
                     file.write(json.dumps({"logs": logs | speed}) + "\n")
 

@@ -1,7 +1,9 @@
-"""Compares the benchmarks' ratios with those in `benchmarks/baseline.json`, and fails where one has got worse.
+"""Compares the benchmarks' ratios with those in `benchmarks/baseline.json`, and fails where one has
+got worse.
 
-`make bench` runs it. Both sides of a ratio are measured in one run, so that a slow machine does not count; a busy one
-does. After a change that is meant to cost something: `python -m benchmarks.baseline --write`, and say why.
+`make bench` runs it. Both sides of a ratio are measured in one run, so that a slow machine does not
+count; a busy one does. After a change that is meant to cost something: `python -m
+benchmarks.baseline --write`, and say why.
 """
 
 import argparse
@@ -20,7 +22,15 @@ COMMANDS = {
     "step": ["step"],
     "ingest": ["ingest"],
     "loop": ["loop"],
-    "weights": ["weights", "--modes", "colocate,server,nccl_lora,lora", "--params", "20M", "--ranks", "8"],
+    "weights": [
+        "weights",
+        "--modes",
+        "colocate,server,nccl_lora,lora",
+        "--params",
+        "20M",
+        "--ranks",
+        "8",
+    ],
 }
 
 
@@ -33,7 +43,9 @@ class Ratio:
 
 def _speedup(shape: str, trainer: str) -> Callable[[dict[str, Any]], float]:
     def read(result: dict[str, Any]) -> float:
-        (row,) = [row for row in result["rows"] if (row["shape"], row["trainer"]) == (shape, trainer)]
+        (row,) = [
+            row for row in result["rows"] if (row["shape"], row["trainer"]) == (shape, trainer)
+        ]
         return row["speedup"]
 
     return read
@@ -45,12 +57,22 @@ def _publish(result: dict[str, Any], mode: str) -> float:
 
 
 RATIOS = {
-    "useful tokens per second over TRL's, fixed rows": Ratio("step", _speedup("spread", "rows"), True),
-    "useful tokens per second over TRL's, token budget": Ratio("step", _speedup("spread", "tokens"), True),
-    "useful tokens per second over TRL's, equal lengths": Ratio("step", _speedup("equal", "rows"), True),
+    "useful tokens per second over TRL's, fixed rows": Ratio(
+        "step", _speedup("spread", "rows"), True
+    ),
+    "useful tokens per second over TRL's, token budget": Ratio(
+        "step", _speedup("spread", "tokens"), True
+    ),
+    "useful tokens per second over TRL's, equal lengths": Ratio(
+        "step", _speedup("equal", "rows"), True
+    ),
     "ingest over orjson": Ratio("ingest", lambda result: result["ratio"], False),
-    "memory of ingest over the reply": Ratio("ingest", lambda result: result["memory_ratio"], False),
-    "step over max(sampling, training)": Ratio("loop", lambda r: max(row["ratio"] for row in r["rows"]), False),
+    "memory of ingest over the reply": Ratio(
+        "ingest", lambda result: result["memory_ratio"], False
+    ),
+    "step over max(sampling, training)": Ratio(
+        "loop", lambda r: max(row["ratio"] for row in r["rows"]), False
+    ),
     "on-policy step over sampling + training": Ratio(
         "loop", lambda r: max(row["strict_ratio"] for row in r["rows"]), False
     ),
@@ -61,8 +83,15 @@ RATIOS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=COMMANDS, action="append", help="benchmarks to run; all of them by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        choices=COMMANDS,
+        action="append",
+        help="benchmarks to run; all of them by default",
+    )
     parser.add_argument("--write", action="store_true", help="make what is measured the baseline")
     options = parser.parse_args()
     baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
@@ -73,15 +102,22 @@ def main() -> None:
     for name, ratio in RATIOS.items():
         if ratio.benchmark not in chosen:
             continue
-        now, before = ratio.read(results[ratio.benchmark]), baseline.get(name)
+        now = ratio.read(results[ratio.benchmark])
+        before = baseline.get(name)
         change = 1.0 if before is None else (before / now if ratio.more_is_better else now / before)
-        print(f"{name:<55} {'-' if before is None else f'{before:.3f}':>8} {now:8.3f}{'  WORSE' * (change > WORSE)}")
+        print(
+            f"{name:<55} {'-' if before is None else f'{before:.3f}':>8} "
+            f"{now:8.3f}{'  WORSE' * (change > WORSE)}"
+        )
         worse += [name] * (change > WORSE)
         baseline[name] = round(now, 3)
     if options.write:
         BASELINE.write_text(json.dumps(baseline, indent=2) + "\n")
     elif worse:
-        sys.exit(f"worse by more than {WORSE - 1:.0%}: {'; '.join(worse)}. Is the machine idle? If so, look for why.")
+        sys.exit(
+            f"worse by more than {WORSE - 1:.0%}: {'; '.join(worse)}. Is the machine idle? If so, "
+            "look for why."
+        )
 
 
 def _run(name: str) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""What the machine allows: the time of one bare copy of as many bytes over the link that a publish takes.
+"""What the machine allows: the time of one bare copy of as many bytes over the link that a publish
+takes.
 
-`gloo` and `nccl`: a broadcast over the package's own channel (`tensors/channel.py`) to a second process that does
-nothing with it. `memory`: a copy on the device that the weights are on. `file`: writing a file and reading it again in
-the folder that adapters and checkpoints go to, which may all happen in the system's cache, as in a publish.
+`gloo` and `nccl`: a broadcast over the package's own channel (`tensors/channel.py`) to a second
+process that does nothing with it. `memory`: a copy on the device that the weights are on. `file`:
+writing a file and reading it again in the folder that adapters and checkpoints go to, which may all
+happen in the system's cache, as in a publish.
 
 Run as a module, this file is that second process.
 """
@@ -31,7 +33,8 @@ class Floors:
     Args:
         folder (`Path`): Where files go.
         device (`torch.device`): The trainer's.
-        environment (`dict[str, str]`): Of the servers, so that the second process is where they are.
+        environment (`dict[str, str]`): Of the servers, so that the second process is where they
+            are.
     """
 
     def __init__(self, folder: Path, device: torch.device, environment: dict[str, str]):
@@ -63,14 +66,18 @@ class Floors:
     def gigabytes_per_second(self) -> dict[str, float]:
         """Of each link that was measured, at the largest number of bytes."""
         largest = dict(sorted(self.measured))
-        return {link: num_bytes / self.measured[link, num_bytes] / 1e6 for link, num_bytes in largest.items()}
+        return {
+            link: num_bytes / self.measured[link, num_bytes] / 1e6
+            for link, num_bytes in largest.items()
+        }
 
     def _copy_over(self, link: str, source: torch.Tensor) -> Callable[[], object]:
         if link == "memory":
             target = torch.empty_like(source)
             return lambda: target.copy_(source)
         if link == "file":
-            path, content = self.folder / "floor", source.cpu().numpy()
+            path = self.folder / "floor"
+            content = source.cpu().numpy()
             return lambda: (path.write_bytes(content), path.read_bytes(), path.unlink())
         if link not in self._receivers:
             self._receivers[link] = _Receiver(link, self.device, self.environment)
@@ -93,7 +100,8 @@ class _Receiver:
         self.environment = {**os.environ, **environment}
         try:
             self.channel = open_group(link, device, [("127.0.0.1", 1, self._start)], TIMEOUT)
-        except BaseException:  # also on Ctrl-C: the second process would wait for its input for ever
+        # also on Ctrl-C: the second process would wait for its input for ever
+        except BaseException:
             self.close()
             raise
 
@@ -109,7 +117,9 @@ class _Receiver:
         self.channel.send(source)
         ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
         if not ready or self.process.stdout.read(1) != b".":
-            raise ChannelError(f"a broadcast of {source.numel()} bytes did not arrive within {TIMEOUT:.0f} s")
+            raise ChannelError(
+                f"a broadcast of {source.numel()} bytes did not arrive within {TIMEOUT:.0f} s"
+            )
 
     def close(self) -> None:
         if self.process is not None:

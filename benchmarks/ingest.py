@@ -1,9 +1,10 @@
-"""`trl-atropos bench ingest`: how long a batch of rollouts takes from the socket to the tensors that are trained on.
+"""`trl-atropos bench ingest`: how long a batch of rollouts takes from the socket to the tensors
+that are trained on.
 
-A server in a process of its own (`ingest_roles.py`) answers `GET /batch` with the bytes of one large batch, as the
-Atropos API would. Another process pulls it with the real client, admits it through the real door, and makes the
-tensors that TRL makes of the rows. In turn with that, it has orjson read the same bytes. A third one does it once, to
-see how much memory it takes.
+A server in a process of its own (`ingest_roles.py`) answers `GET /batch` with the bytes of one
+large batch, as the Atropos API would. Another process pulls it with the real client, admits it
+through the real door, and makes the tensors that TRL makes of the rows. In turn with that, it has
+orjson read the same bytes. A third one does it once, to see how much memory it takes.
 """
 
 import argparse
@@ -44,9 +45,27 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--sequences", type=positive, default=1024, metavar="N", help="in the batch (default: %(default)s)")
-    add("--tokens", type=positive, default=4096, metavar="N", help="in each of them (default: %(default)s)")
-    add("--group_size", type=positive, default=8, metavar="N", help="sequences per group (default: %(default)s)")
+    add(
+        "--sequences",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="in the batch (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="in each of them (default: %(default)s)",
+    )
+    add(
+        "--group_size",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="sequences per group (default: %(default)s)",
+    )
     add("--rounds", type=positive, default=5, metavar="N", help="that count (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object in place of the table")
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
@@ -57,9 +76,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.tokens < 2:
-        parser.error("--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more")
+        parser.error(
+            "--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more"
+        )
     if options.sequences % options.group_size:
-        parser.error(f"--sequences {options.sequences} is not a multiple of --group_size {options.group_size}")
+        parser.error(
+            f"--sequences {options.sequences} is not a multiple of --group_size "
+            f"{options.group_size}"
+        )
     if find_spec("orjson") is None:
         parser.error("orjson, which this compares with, is not installed: pip install orjson")
     give_result(run, options, table)
@@ -67,7 +91,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> dict:
     """Measures. Returns one flat object: versions, sizes, times in ms, and memory in bytes."""
-    from benchmarks.ingest_roles import write_reply  # imports NumPy, for which the help need not wait
+    # imports NumPy, for which the help need not wait
+    from benchmarks.ingest_roles import write_reply
 
     install_handlers()  # SIGTERM as well ends the processes and removes the file
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
@@ -113,7 +138,10 @@ def _result_of(*arguments: str) -> dict:
         process.kill()
         process.wait()
     if process.returncode:
-        sys.exit(f"trl-atropos bench ingest: `{arguments[0]}` ended with exit code {process.returncode}, see above")
+        sys.exit(
+            f"trl-atropos bench ingest: `{arguments[0]}` ended with exit code "
+            f"{process.returncode}, see above"
+        )
     return json.loads(output.splitlines()[-1])
 
 
@@ -124,11 +152,13 @@ def table(result: dict) -> str:
     return "\n".join(
         [
             " ".join(f"{name}={result[name]}" for name in versions),
-            f"{result['sequences']} sequences of {result['tokens']} tokens, {result['reply_bytes']:,} bytes",
+            f"{result['sequences']} sequences of {result['tokens']} tokens, "
+            f"{result['reply_bytes']:,} bytes",
             "",
             *(f"{name:>8}  {result[f'{name}_ms']:8.0f} ms" for name in times),
             f"{'ratio':>8}  {result['ratio']:8.2f}     (to the rows: {result['rows_ratio']:.2f})",
-            f"{'memory':>8}  {result['peak_bytes'] / 1e6:8.0f} MB  ({result['memory_ratio']:.2f} times the reply)",
+            f"{'memory':>8}  {result['peak_bytes'] / 1e6:8.0f} MB  ({result['memory_ratio']:.2f} "
+            "times the reply)",
             "",
         ]
     )

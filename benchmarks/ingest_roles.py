@@ -1,4 +1,5 @@
-"""The processes of `trl-atropos bench ingest`: `serve FILE`, `times URL FILE ROUNDS`, and `memory URL`.
+"""The processes of `trl-atropos bench ingest`: `serve FILE`, `times URL FILE ROUNDS`, and `memory
+URL`.
 
 The last two print one JSON object.
 """
@@ -20,7 +21,8 @@ PROMPT_SHARE = 16  # of a sequence, one in so many tokens is the prompt's
 
 
 def write_reply(path: Path, sequences: int, tokens: int, group_size: int) -> None:
-    """The reply of the Atropos API with one batch: random tokens, with masks and log-probabilities as Atropos's."""
+    """The reply of the Atropos API with one batch: random tokens, with masks and log-probabilities
+    as Atropos's."""
     rng = np.random.default_rng(0)
     prompt = max(1, tokens // PROMPT_SHARE)
     with path.open("w", encoding="ascii") as file:
@@ -28,7 +30,8 @@ def write_reply(path: Path, sequences: int, tokens: int, group_size: int) -> Non
         for i in range(sequences // group_size):
             ids = rng.integers(0, VOCABULARY, (group_size, tokens))
             masks = ids.copy()
-            logprobs = -rng.exponential(1.0, ids.shape).astype(np.float32)  # as a server gives them: of float32
+            # as a server gives them: of float32
+            logprobs = -rng.exponential(1.0, ids.shape).astype(np.float32)
             masks[:, :prompt], logprobs[:, :prompt] = -100, 1.0
             group = {
                 "tokens": ids.tolist(),
@@ -120,7 +123,8 @@ def _memory(name: str) -> int:
 
 
 def _ingest(url: str) -> tuple[Callable[[], Sequence], Callable[[Sequence], dict]]:
-    """What pulls a batch and admits it, and what makes the tensors of its rows; all that they import is imported."""
+    """What pulls a batch and admits it, and what makes the tensors of its rows; all that they
+    import is imported."""
     import torch
     from trl.trainer.utils import pad
 
@@ -163,7 +167,9 @@ def main() -> None:
     if role == "serve":
         serve(Path(arguments[0]))
     elif role == "times":
-        sys.stdout.write(json.dumps(measure_times(arguments[0], Path(arguments[1]), int(arguments[2]))) + "\n")
+        sys.stdout.write(
+            json.dumps(measure_times(arguments[0], Path(arguments[1]), int(arguments[2]))) + "\n"
+        )
     else:
         sys.stdout.write(json.dumps(measure_memory(arguments[0])) + "\n")
 

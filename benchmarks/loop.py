@@ -1,8 +1,9 @@
 """`trl-atropos bench loop`: whether sampling and training overlap.
 
-The Atropos API, an environment that is Atropos' own but for its sampling, which is a sleep, and the trainer run as
-they would (`loop_roles.py`), once with the default staleness and once strictly on-policy. There is no inference
-server: a file stands in for it (`loop_sampler.py`).
+The Atropos API, an environment that is Atropos' own but for its sampling, which is a sleep, and the
+trainer run as
+they would (`loop_roles.py`), once with the default staleness and once strictly on-policy. There is
+no inference server: a file stands in for it (`loop_sampler.py`).
 """
 
 import argparse
@@ -19,7 +20,8 @@ from benchmarks.models import config_fields, dtype, make_model
 from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
-from trl_atropos.services.manager import Services, free_port, tail
+from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
@@ -49,7 +51,9 @@ COLUMNS = {  # of the table: field, and how it is written
     "latency": "{:g}",
     **dict.fromkeys(("sampling_s", "train_s", "step_s", "ratio"), "{:.2f}"),
     "staleness_max": "{:.0f}",
-    **dict.fromkeys(("strict_sampling_s", "strict_train_s", "strict_step_s", "strict_ratio"), "{:.2f}"),
+    **dict.fromkeys(
+        ("strict_sampling_s", "strict_train_s", "strict_step_s", "strict_ratio"), "{:.2f}"
+    ),
 }
 LIMIT = 1.1  # of both ratios
 TIMEOUT = 1800.0  # seconds for the trainer
@@ -65,18 +69,61 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--latencies", type=_latencies, default=[0, 0.5, 1, 1.5, 2], help="in train steps (default: 0,0.5,1,1.5,2)")
-    add("--device_seconds", type=_seconds, default=1.5, help="of a train step (default: %(default)s)")
-    add("--params", type=_size, default="0.5M", help="size of the model, such as 2M (default: %(default)s)")
+    add(
+        "--latencies",
+        type=_latencies,
+        default=[0, 0.5, 1, 1.5, 2],
+        help="in train steps (default: 0,0.5,1,1.5,2)",
+    )
+    add(
+        "--device_seconds",
+        type=_seconds,
+        default=1.5,
+        help="of a train step (default: %(default)s)",
+    )
+    add(
+        "--params",
+        type=_size,
+        default="0.5M",
+        help="size of the model, such as 2M (default: %(default)s)",
+    )
     add("--sequences", type=positive, default=16, help="of a batch (default: %(default)s)")
-    add("--group_size", type=positive, default=4, help="sequences of a group (default: %(default)s)")
-    add("--micro_batch", type=positive, default=8, help="sequences of a micro-batch (default: %(default)s)")
-    add("--tokens", type=positive, default=64, help="median length of a completion (default: %(default)s)")
-    add("--steps", type=positive, default=4, help="optimizer steps measured at each latency (default: %(default)s)")
+    add(
+        "--group_size", type=positive, default=4, help="sequences of a group (default: %(default)s)"
+    )
+    add(
+        "--micro_batch",
+        type=positive,
+        default=8,
+        help="sequences of a micro-batch (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=positive,
+        default=64,
+        help="median length of a completion (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        type=positive,
+        default=4,
+        help="optimizer steps measured at each latency (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of the rollouts (default: %(default)s)")
     add("--against", choices=["trl"], help="measure the whole loop beside that of TRL")
-    add("--sides", default="trl,strict,ours", metavar="LIST", help="of --against (default: %(default)s)")
-    add("--timeout", type=positive, default=1800, metavar="SECONDS", help="of a side (default: %(default)s)")
+    add(
+        "--sides",
+        default="trl,strict,ours",
+        metavar="LIST",
+        help="of --against (default: %(default)s)",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        default=1800,
+        metavar="SECONDS",
+        help="of a side (default: %(default)s)",
+    )
     add("--check", action="store_true", help=f"exit with code 1 if a ratio is above {LIMIT}")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
@@ -117,11 +164,15 @@ def main(argv: list[str] | None = None) -> None:
 
         options.sides = options.sides.split(",")
         if not set(options.sides) <= set(against_trl.SIDES):
-            parser.error(f"--sides {','.join(options.sides)}: there are {', '.join(against_trl.SIDES)}")
+            parser.error(
+                f"--sides {','.join(options.sides)}: there are {', '.join(against_trl.SIDES)}"
+            )
         give_result(against_trl.run, options, against_trl.table)
         return
     result = give_result(run, options, table)
-    slow = [row["latency"] for row in result["rows"] if max(row["ratio"], row["strict_ratio"]) > LIMIT]
+    slow = [
+        row["latency"] for row in result["rows"] if max(row["ratio"], row["strict_ratio"]) > LIMIT
+    ]
     if options.check and slow:
         sys.exit(f"trl-atropos bench loop: above {LIMIT} with sampling of {slow} train steps")
 
@@ -151,7 +202,9 @@ def run(options: argparse.Namespace) -> dict:
                 **{f"strict_{name}": value for name, value in other.items()},
                 "strict_ratio": other["step_s"] / (other["sampling_s"] + other["train_s"]),
             }
-            for latency, row, other in zip(options.latencies, overlapped["rows"], strict["rows"], strict=True)
+            for latency, row, other in zip(
+                options.latencies, overlapped["rows"], strict["rows"], strict=True
+            )
         ],
     }
 
@@ -164,8 +217,19 @@ def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | Non
     folder = shared / ("overlapped" if max_staleness is None else "strict")
     folder.mkdir()
     (folder / "model").symlink_to(shared / "model")
-    names = ("sequences", "group_size", "tokens", "steps", "latencies", "seed", "micro_batch", "device_seconds")
-    settings = Settings(**{name: getattr(options, name) for name in names}, max_staleness=max_staleness)
+    names = (
+        "sequences",
+        "group_size",
+        "tokens",
+        "steps",
+        "latencies",
+        "seed",
+        "micro_batch",
+        "device_seconds",
+    )
+    settings = Settings(
+        **{name: getattr(options, name) for name in names}, max_staleness=max_staleness
+    )
     (folder / "settings.json").write_text(json.dumps(asdict(settings)))
     Sampler(folder / "sampler.bin", make=True)
     url = f"http://127.0.0.1:{free_port()}"
@@ -178,7 +242,10 @@ def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | Non
         log = folder / "logs" / "trainer.log"
         with log.open("w") as file:
             trainer = subprocess.Popen(
-                _command("trainer", folder, url), stdout=file, stderr=file, env=os.environ | ONE_THREAD
+                _command("trainer", folder, url),
+                stdout=file,
+                stderr=file,
+                env=os.environ | ONE_THREAD,
             )
             try:
                 code = trainer.wait(TIMEOUT)
@@ -190,7 +257,9 @@ def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | Non
         except ServiceError as error:
             sys.exit(f"trl-atropos bench loop: {error}")
         if code:
-            sys.exit(f"trl-atropos bench loop: the trainer ended with exit code {code}\n{tail(log)}")
+            sys.exit(
+                f"trl-atropos bench loop: the trainer ended with exit code {code}\n{tail(log)}"
+            )
     return json.loads((folder / "result.json").read_text())
 
 
@@ -203,8 +272,10 @@ def table(result: dict) -> str:
     names = ("trl_atropos", "atroposlib", "torch", "trl", "cpus")
     lines = [
         " ".join(f"{name}={result[name]}" for name in names),
-        f"{result['params']} parameters, {result['sequences']} sequences with a median of {result['tokens']} tokens",
-        f"train step {result['train_s']:.2f} s, strict {result['strict_train_s']:.2f}, idle {result['device_s']:g}",
+        f"{result['params']} parameters, {result['sequences']} sequences with a median of "
+        f"{result['tokens']} tokens",
+        f"train step {result['train_s']:.2f} s, strict {result['strict_train_s']:.2f}, idle "
+        f"{result['device_s']:g}",
         "",
         *aligned(result["rows"], COLUMNS),
     ]

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.loop_sampler import DIGITS, Sampler, SamplerPublisher, Versions, digits_of
 from benchmarks.models import dtype
 
-WARM_UP = 2  # steps after each change of the latency that do not count: they meet batches from before
+# steps after each change of the latency that do not count: they meet batches from before
+WARM_UP = 2
 SPREAD = 0.5  # of the logarithm of the completions' lengths
 PROMPT = 16  # tokens
 TICK = 0.005  # seconds between two looks at the sampler
@@ -46,13 +47,14 @@ def read_settings(folder: Path) -> Settings:
     return Settings(**json.loads((folder / "settings.json").read_text()))
 
 
-# --------------------------------------------------------------------------------------------------------- environment
+# -------------------------------------------------------------------------------------- environment
 
 
 def run_environment(folder: Path, url: str) -> None:
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
-    settings, sampler = read_settings(folder), Sampler(folder / "sampler.bin")
+    settings = read_settings(folder)
+    sampler = Sampler(folder / "sampler.bin")
 
     class Simulated(BaseEnv):
         """Atropos' own loop, which asks the API how much is queued; sampling is a sleep."""
@@ -67,8 +69,11 @@ def run_environment(folder: Path, url: str) -> None:
             return {"number": self.number - 1}
 
         async def collect_trajectories(self, item):
-            # Strictly on-policy: batch n is sampled from version n, and nothing begins before that is out.
-            while settings.max_staleness == 0 and sampler.version < item["number"] // settings.groups:
+            # Strictly on-policy: batch n is sampled from version n, and nothing begins before that
+            # is out.
+            while (
+                settings.max_staleness == 0 and sampler.version < item["number"] // settings.groups
+            ):
                 await asyncio.sleep(TICK)
             sampler.note(item["number"], sampler.version)
             await asyncio.sleep(sampler.latency)
@@ -96,7 +101,8 @@ def run_environment(folder: Path, url: str) -> None:
 
 
 def make_group(number: int, settings: Settings) -> dict[str, list]:
-    """The rollouts of a group: random tokens, of lengths that are log-normal, as those of models are."""
+    """The rollouts of a group: random tokens, of lengths that are log-normal, as those of models
+    are."""
     rng = random.Random(f"{settings.seed} {number}")
     prompt = digits_of(number) + [rng.randrange(256) for _ in range(PROMPT - DIGITS)]
     lengths = [
@@ -108,11 +114,13 @@ def make_group(number: int, settings: Settings) -> dict[str, list]:
         "tokens": [prompt + completion for completion in completions],
         "masks": [[-100] * PROMPT + completion for completion in completions],
         "scores": [rng.random() for _ in completions],
-        "inference_logprobs": [[1.0] * PROMPT + [-rng.expovariate(0.2) for _ in each] for each in completions],
+        "inference_logprobs": [
+            [1.0] * PROMPT + [-rng.expovariate(0.2) for _ in each] for each in completions
+        ],
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- trainer
+# ------------------------------------------------------------------------------------------ trainer
 
 
 def run_trainer(folder: Path, url: str) -> None:
@@ -122,7 +130,8 @@ def run_trainer(folder: Path, url: str) -> None:
     from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
     from trl_atropos.rollouts.source import AtroposSource
 
-    settings, sampler = read_settings(folder), Sampler(folder / "sampler.bin")
+    settings = read_settings(folder)
+    sampler = Sampler(folder / "sampler.bin")
     schedule = Schedule(settings, sampler)
 
     class Scheduled(TrainerCallback):
@@ -143,25 +152,31 @@ def run_trainer(folder: Path, url: str) -> None:
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
         model_init_kwargs={"dtype": dtype()},
-        master_weights=False,  # what is measured is when things happen, with as large a model as there is room for
+        # what is measured is when things happen, with as large a model as there is room for
+        master_weights=False,
         gradient_checkpointing=torch.cuda.is_available(),
         max_staleness=settings.max_staleness,
     )
     trainer = AtroposGRPOTrainer(
         str(folder / "model"),
         args,
-        rollout_source=AtroposSource(url, versions=Versions(sampler), max_staleness=settings.max_staleness),
+        rollout_source=AtroposSource(
+            url, versions=Versions(sampler), max_staleness=settings.max_staleness
+        ),
         policy_publisher=SamplerPublisher(sampler),
         callbacks=[Scheduled()],
     )
     device_seconds = settings.device_seconds / args.gradient_accumulation_steps
-    trainer.model.register_forward_pre_hook(lambda *_: time.sleep(device_seconds) if torch.is_grad_enabled() else None)
+    trainer.model.register_forward_pre_hook(
+        lambda *_: time.sleep(device_seconds) if torch.is_grad_enabled() else None
+    )
     trainer.train()
     (folder / "result.json").write_text(json.dumps(schedule.result()))
 
 
 class Schedule:
-    """Sets the sampler's latency and collects what the steps took: first without any, for the time of a train step."""
+    """Sets the sampler's latency and collects what the steps took: first without any, for the time
+    of a train step."""
 
     def __init__(self, settings: Settings, sampler: Sampler):
         self._settings = settings
@@ -182,7 +197,9 @@ class Schedule:
         if (self._seen - 1) % self._per_block >= WARM_UP:
             self._blocks[-1].append(logs)
         if self._seen % self._per_block == 0 and len(self._blocks) <= len(self._settings.latencies):
-            self._sampler.latency = self._settings.latencies[len(self._blocks) - 1] * self.train_seconds
+            self._sampler.latency = (
+                self._settings.latencies[len(self._blocks) - 1] * self.train_seconds
+            )
             self._blocks.append([])
 
     def result(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What stands in for the inference server in `trl-atropos bench loop`: a file that its processes map into memory.
+"""What stands in for the inference server in `trl-atropos bench loop`: a file that its processes
+map into memory.
 
-The trainer tells which version of the policy may be sampled, and how long sampling takes; the environment notes which
-version each of its groups began with.
+The trainer tells which version of the policy may be sampled, and how long sampling takes; the
+environment notes which version each of its groups began with.
 """
 
 from pathlib import Path
@@ -16,7 +17,10 @@ from trl_atropos.weights.publisher import PolicyPublisher
 BASE = 256  # of the digits in which a group's number begins its prompt: token ids of any model
 DIGITS = 3
 GROUPS = 1 << 16  # that a run can have
-VERSION, LATENCY, LEDGER = 0, 1, 2  # positions
+# positions
+VERSION = 0
+LATENCY = 1
+LEDGER = 2
 
 
 class Sampler:

@@ -1,6 +1,7 @@
 """Models of a given size for the benchmarks: Qwen3 with random weights, made on the spot.
 
-A size is a number of parameters (`20M`, `1.5B`), or the name of a published Qwen3 whose real shapes are meant.
+A size is a number of parameters (`20M`, `1.5B`), or the name of a published Qwen3 whose real shapes
+    are meant.
 """
 
 import re
@@ -65,11 +66,15 @@ def config_fields(size: str) -> dict:
         return PRESETS[size.upper()]
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
     if match is None:
-        raise ValueError(f"{size!r} is no model size: write it like 20M or 1.5B, or name one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"{size!r} is no model size: write it like 20M or 1.5B, or name one of "
+            f"{', '.join(PRESETS)}"
+        )
     count = float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]]
     if count < SMALLEST:
         raise ValueError(f"{size!r} is too small: ask for {SMALLEST / 1e6:g}M parameters or more")
-    # A layer has 12 hidden^2 parameters: 3 in the attention (half as many key-value heads as heads), 9 in the MLP.
+    # A layer has 12 hidden^2 parameters: 3 in the attention (half as many key-value heads as
+    # heads), 9 in the MLP.
     unit = 64 if count < 1e8 else 128
     hidden = unit * max(1, round((count / (12 * LAYERS)) ** 0.5 / unit))
     head = unit // 2
@@ -93,7 +98,8 @@ def dtype() -> str:
 
 
 def make_model(folder: Path, size: str, dtype: str) -> int:
-    """Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of parameters."""
+    """Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of
+    parameters."""
     import torch  # here, so that a wrong size is refused at once
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 

@@ -1,8 +1,10 @@
-"""`trl-atropos bench numerics`: by how much trainer and server disagree with each setting of `numerics`, and its cost.
+"""`trl-atropos bench numerics`: by how much trainer and server disagree with each setting of
+`numerics`, and its cost.
 
-For each setting, a real server samples completions of many lengths, as many at once as `--requests`, while the trainer
-publishes other weights. Those that one policy version has sampled from the first token to the last are scored by the
-trainer with the weights of that version, in packed rows, as in training.
+For each setting, a real server samples completions of many lengths, as many at once as
+`--requests`, while the trainer publishes other weights. Those that one policy version has sampled
+from the first token to the last are scored by the trainer with the weights of that version, in
+packed rows, as in training.
 """
 
 import argparse
@@ -51,19 +53,47 @@ class Sample(NamedTuple):
 def main(argv: list[str] | None = None) -> dict:
     parser = Parser(
         prog="trl-atropos bench numerics",
-        description="Measure by how much the log-probabilities of trainer and server differ (nats), with each setting "
-        "of `numerics`, and how many tokens per second server and trainer compute with it.",
+        description="Measure by how much the log-probabilities of trainer and server differ "
+        "(nats), with each setting of `numerics`, and how many tokens per second "
+        "server and trainer compute with it.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--numerics", default=",".join(NUMERICS), metavar="LIST", help="default: %(default)s")
-    add("--params", default="0.6B", metavar="SIZE", help="of a Qwen3 with random weights (default: %(default)s)")
+    add(
+        "--params",
+        default="0.6B",
+        metavar="SIZE",
+        help="of a Qwen3 with random weights (default: %(default)s)",
+    )
     add("--model", type=Path, metavar="FOLDER", help="a model to measure in place of that")
     add("--publishes", type=positive, default=50, metavar="N", help="default: %(default)s")
-    add("--requests", type=positive, default=64, metavar="N", help="at the same time (default: %(default)s)")
-    add("--completions", type=positive, default=32, metavar="N", help="of each version (default: %(default)s)")
-    add("--tokens", type=positive, default=256, metavar="N", help="most of a completion (default: %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on a GPU, else float32)")
+    add(
+        "--requests",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="at the same time (default: %(default)s)",
+    )
+    add(
+        "--completions",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="of each version (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="most of a completion (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the weights (default: bfloat16 on a GPU, else float32)",
+    )
     add("--json", action="store_true", help="print one JSON object in place of the table")
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     options = parser.parse_args(argv)
@@ -79,7 +109,8 @@ def run(options: argparse.Namespace) -> dict:
     install_handlers()
     options.dtype = options.dtype or dtype()
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
-        folder, model = Path(name), options.model
+        folder = Path(name)
+        model = options.model
         if model is None:
             model = folder / "model"
             make_model(model, options.params, options.dtype)
@@ -98,25 +129,33 @@ def run(options: argparse.Namespace) -> dict:
     }
 
 
-def _measure(model: Path, folder: Path, numerics: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(
+    model: Path, folder: Path, numerics: str, options: argparse.Namespace
+) -> dict[str, Any]:
     import torch
     from accelerate.optimizer import AcceleratedOptimizer
 
     from benchmarks.publish import make_trainer, running_server
     from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
-    mode, cuda = "server" if numerics == "float16" else "colocate", torch.cuda.is_available()
+    mode = "server" if numerics == "float16" else "colocate"
+    cuda = torch.cuda.is_available()
     flags = ["--numerics", numerics, "--max-model-len", str(LONGEST_PROMPT + options.tokens)]
     flags += ["--kv-cache-memory-bytes", str(KV_CACHE)] if cuda else []
-    served, trained = ("float16", "float32") if numerics == "float16" else (options.dtype, options.dtype)
+    served, trained = (
+        ("float16", "float32") if numerics == "float16" else (options.dtype, options.dtype)
+    )
     with running_server(model, folder, mode, [], served, 0.3, {}, flags) as servers:
         transport = "memory" if mode == "server" else "auto"
-        publisher = ServerPublisher(transfer_of(mode, servers, transport, str(folder)), probe_every_n_steps=0)
+        publisher = ServerPublisher(
+            transfer_of(mode, servers, transport, str(folder)), probe_every_n_steps=0
+        )
         trainer = make_trainer(model, folder, mode, None, trained, publisher, numerics=numerics)
         try:
             publisher.hold()
             publisher.begin(wrapped := AcceleratedOptimizer(_change(trainer.model)), 0)
-            trainer._packs = trainer._how_packed()
+            trainer.computation.packs = trainer.computation.how_packed()
+            trainer._batch = trainer._batch_of([])
             clients = _Clients(servers, trainer.model.config.vocab_size, options)
             row = _Scores(trainer)
             sampled_per_s = clients.burst()
@@ -125,7 +164,12 @@ def _measure(model: Path, folder: Path, numerics: str, options: argparse.Namespa
                     wrapped.step()
                     publisher.before_backward()
                     row.add(clients.of_version(f"{number + 1}-{number + 1}"))
-            return {"numerics": numerics, **row.gaps(), "sampled_per_s": sampled_per_s, "trained_per_s": row.speed()}
+            return {
+                "numerics": numerics,
+                **row.gaps(),
+                "sampled_per_s": sampled_per_s,
+                "trained_per_s": row.speed(),
+            }
         finally:
             publisher.close()
             del trainer
@@ -150,10 +194,15 @@ class _Clients:
     """Threads that ask for completions, each for one after the other, while in the context."""
 
     def __init__(self, servers: Any, vocabulary: int, options: argparse.Namespace):
-        self.url, self.vocabulary, self.options = servers.clients[0].url, vocabulary, options
+        self.url = servers.clients[0].url
+        self.vocabulary = vocabulary
+        self.options = options
         self.samples: queue.Queue[Sample | Exception] = queue.Queue()
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(options.requests)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), daemon=True)
+            for i in range(options.requests)
+        ]
 
     def __enter__(self) -> "_Clients":
         for thread in self._threads:
@@ -176,7 +225,12 @@ class _Clients:
                 return
 
     def _ask(self, prompt: list[int], tokens: int) -> Sample:
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         reply = requests.post(f"{self.url}/generate", json=body, timeout=PATIENCE)
         reply.raise_for_status()
         (ids,), (entries,) = (reply.json()[key] for key in ("token_ids", "logprobs"))
@@ -184,9 +238,13 @@ class _Clients:
         return Sample(prompt, ids, logprobs, reply.headers["x-policy-version"])
 
     def burst(self) -> float:
-        """Tokens per second of as many requests at once, each of the most tokens. The first such burst warms up."""
+        """Tokens per second of as many requests at once, each of the most tokens. The first such
+        burst warms up."""
         for _ in range(2):
-            threads = [threading.Thread(target=self._ask, args=([1], self.options.tokens)) for _ in self._threads]
+            threads = [
+                threading.Thread(target=self._ask, args=([1], self.options.tokens))
+                for _ in self._threads
+            ]
             began = time.monotonic()
             for thread in threads:
                 thread.start()
@@ -209,7 +267,9 @@ class _Scores:
     """What the trainer makes of samples."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.gaps_of_tokens, self.last = trainer, [], []
+        self.trainer = trainer
+        self.gaps_of_tokens = []
+        self.last = []
 
     def _score(self, samples: list[Sample]) -> Any:
         """Log-probabilities (samples, most tokens), and which of them are of tokens."""
@@ -231,7 +291,9 @@ class _Scores:
             part = samples[begin : begin + SCORED_AT_ONCE]
             with torch.no_grad():
                 scored, mask = self._score(part)
-            theirs = torch.cat([torch.tensor(sample.logprobs, dtype=torch.float32) for sample in part])
+            theirs = torch.cat(
+                [torch.tensor(sample.logprobs, dtype=torch.float32) for sample in part]
+            )
             self.gaps_of_tokens.append((scored[mask].cpu() - theirs).abs())
         self.last = samples
 
@@ -245,8 +307,8 @@ class _Scores:
         return counts | {name: value.item() for name, value in numbers.items()}
 
     def speed(self) -> float | None:
-        """Tokens per second, prompts included, of a forward and a backward pass. The first warms up. `None` where the
-        gradients do not fit into the memory beside the server."""
+        """Tokens per second, prompts included, of a forward and a backward pass. The first warms
+        up. `None` where the gradients do not fit into the memory beside the server."""
         import torch
 
         samples = self.last[:SCORED_AT_ONCE]
@@ -259,11 +321,17 @@ class _Scores:
                 self.trainer.model.zero_grad()
         except torch.OutOfMemoryError:
             return None
-        return sum(len(sample.prompt) + len(sample.tokens) for sample in samples) / (time.monotonic() - began)
+        return sum(len(sample.prompt) + len(sample.tokens) for sample in samples) / (
+            time.monotonic() - began
+        )
 
 
 def table(result: dict) -> str:
     names = ("trl_atropos", "torch", "trl", "transformers", "device")
-    lines = [" ".join(f"{name}={result[name]}" for name in names), f"{result['model']} in {result['dtype']}", ""]
+    lines = [
+        " ".join(f"{name}={result[name]}" for name in names),
+        f"{result['model']} in {result['dtype']}",
+        "",
+    ]
     lines += aligned(result["rows"], COLUMNS)
     return "\n".join(lines) + "\n"

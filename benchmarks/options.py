@@ -28,19 +28,32 @@ def writable(text: str) -> Path:
 
 
 def aligned(rows: list[dict], columns: dict[str, str]) -> list[str]:
-    """A line of the columns' names, and one for each row. `columns` are fields of a row, and how each is written."""
+    """A line of the columns' names, and one for each row. `columns` are fields of a row, and how
+    each is written."""
     cells = [[name.replace("_", " ") for name in columns]]
     for row in rows:
-        cells.append(["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()])
+        cells.append(
+            [
+                "-" if row.get(name) is None else form.format(row[name])
+                for name, form in columns.items()
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
 
 
 def give_result(
-    run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, table: Callable[[dict], str]
+    run: Callable[[argparse.Namespace], dict],
+    options: argparse.Namespace,
+    table: Callable[[dict], str],
 ) -> dict:
-    """Measures on the first GPU, and gives the result as `options.json` and `options.output` ask for it."""
-    # With more, TRL would divide the model among them. Servers and launchers that are started here get one, too.
+    """Measures on the first GPU, and gives the result as `options.json` and `options.output` ask
+    for it."""
+    # With more, TRL would divide the model among them. Servers and launchers that are started here
+    # get one, too.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the result
         result = run(options)

@@ -1,8 +1,9 @@
-"""The step of a plain loop on the same rollouts: what a trainer could reach at most, for `trl-atropos bench step`.
+"""The step of a plain loop on the same rollouts: what a trainer could reach at most, for
+`trl-atropos bench step`.
 
-Rollouts stand end to end in rows of up to `max_tokens`, without padding; attention stops at their borders; decoder
-layers are compiled on GPUs; log-probabilities are computed in chunks. One pass with gradients, AdamW. No TRL, no
-groups, no statistics, and of a loss only importance ratios.
+Rollouts stand end to end in rows of up to `max_tokens`, without padding; attention stops at their
+borders; decoder layers are compiled on GPUs; log-probabilities are computed in chunks. One pass
+with gradients, AdamW. No TRL, no groups, no statistics, and of a loss only importance ratios.
 """
 
 import inspect
@@ -17,11 +18,13 @@ from transformers import AutoModelForCausalLM
 from trl_atropos.rollouts.rollout import Rollout
 
 CHUNK = 2048  # tokens whose logits are in memory at the same time
-COMPILED = ("mlp", "input_layernorm", "post_attention_layernorm")  # of a layer: all but its attention
+# of a layer: all but its attention
+COMPILED = ("mlp", "input_layernorm", "post_attention_layernorm")
 
 
 class Row:
-    """Rollouts end to end: `ids`, `positions` and `weights` (1 where the next token is trained) are `(1, T)`."""
+    """Rollouts end to end: `ids`, `positions` and `weights` (1 where the next token is trained) are
+    `(1, T)`."""
 
     def __init__(self, rollouts: Sequence[Rollout], device: str):
         parts = [np.concatenate([one.prompt_ids, one.completion_ids]) for one in rollouts]
@@ -45,10 +48,15 @@ class PackedLoop:
         checkpointing (`bool`): Recompute the layers in the backward pass.
     """
 
-    def __init__(self, model: Path, rollouts: Sequence[Rollout], max_tokens: int, checkpointing: bool):
+    def __init__(
+        self, model: Path, rollouts: Sequence[Rollout], max_tokens: int, checkpointing: bool
+    ):
         cuda = torch.cuda.is_available()
-        attention = _register_varlen() if cuda else "sdpa"  # which finds the borders by the positions
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype="auto", attn_implementation=attention)
+        # which finds the borders by the positions
+        attention = _register_varlen() if cuda else "sdpa"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", attn_implementation=attention
+        )
         self.model.to("cuda" if cuda else "cpu").train()
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -72,12 +80,21 @@ class PackedLoop:
         self.optimizer.zero_grad()
 
     def _logprobs(self, row: Row) -> torch.Tensor:
-        """`(T - 1,)` float32: of each token after the first. Those across a border mean nothing, and weigh nothing."""
-        options = {"position_ids": row.positions, "use_cache": False, "borders": row.borders, "longest": row.longest}
+        """`(T - 1,)` float32: of each token after the first. Those across a border mean nothing,
+        and weigh nothing."""
+        options = {
+            "position_ids": row.positions,
+            "use_cache": False,
+            "borders": row.borders,
+            "longest": row.longest,
+        }
         hidden = self.model.model(input_ids=row.ids, **options).last_hidden_state[0, :-1]
-        tokens, head = row.ids[0, 1:], self.model.lm_head.weight
+        tokens = row.ids[0, 1:]
+        head = self.model.lm_head.weight
         chunks = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
-        return torch.cat([checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks])
+        return torch.cat(
+            [checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks]
+        )
 
 
 def _logprobs(hidden: torch.Tensor, tokens: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -103,22 +120,28 @@ def _length(rollout: Rollout) -> int:
 
 
 def _register_varlen() -> str:
-    """Torch's attention over rows of several sequences, as an `attn_implementation`. Returns its name."""
+    """Torch's attention over rows of several sequences, as an `attn_implementation`. Returns its
+    name."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # Torch has renamed the argument.
     causal = (
-        {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+        {"is_causal": True}
+        if "is_causal" in inspect.signature(varlen_attn).parameters
+        else {"window_size": (-1, 0)}
     )
 
     def attend(module, query, key, value, mask, borders, longest, scaling=None, dropout=0.0, **_):
         groups = query.shape[1] // key.shape[1]
-        query, key, value = (it[0].transpose(0, 1) for it in (query, key, value))  # (T, heads, head_dim)
+        # (T, heads, head_dim)
+        query, key, value = (it[0].transpose(0, 1) for it in (query, key, value))
         if groups > 1:
             key, value = (it.repeat_interleave(groups, 1) for it in (key, value))
         three = (it.contiguous() for it in (query, key, value))
-        return varlen_attn(*three, borders, borders, longest, longest, scale=scaling, **causal)[None], None
+        return varlen_attn(*three, borders, borders, longest, longest, scale=scaling, **causal)[
+            None
+        ], None
 
     AttentionInterface.register("packed_loop", attend)
     AttentionMaskInterface.register("packed_loop", lambda *args, **kwargs: None)

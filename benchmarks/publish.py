@@ -1,7 +1,9 @@
-"""What `trl-atropos bench weights` measures: a real server, a real trainer with its publisher, and some publishes.
+"""What `trl-atropos bench weights` measures: a real server, a real trainer with its publisher, and
+some publishes.
 
-A publish is what happens at every optimizer step: pause, change the trained weights in place, send, resume. There are
-no gradients, and the optimizer's own work is left out: the change is one multiplication of every trained weight.
+A publish is what happens at every optimizer step: pause, change the trained weights in place, send,
+resume. There are no gradients, and the optimizer's own work is left out: the change is one
+multiplication of every trained weight.
 """
 
 import functools
@@ -22,7 +24,8 @@ from peft import LoraConfig
 
 from benchmarks.floors import Floors
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
+from trl_atropos.flags import LORA_RANKS
+from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
@@ -31,7 +34,9 @@ from trl_atropos.weights.lora import FileLora
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 from trl_atropos.weights.transfer import Transfer, choose_transport
 
-WARM_UP = 2  # publishes before those that count: the first goes a slower way, with adapters one in each of two places
+# publishes before those that count: the first goes a slower way, with adapters one in each of two
+# places
+WARM_UP = 2
 RESOLUTION_MS = 0.05  # of sending: below, what is measured is the interpreter
 RESTARTS = 2  # that count in the mode 'restart', where one takes as long as starting a server
 START_TIMEOUT = 900.0  # seconds
@@ -57,9 +62,19 @@ def running_server(
     flags: Sequence[str] = ("--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
 ) -> Iterator[Servers]:
     """A server for a mode of the benchmark, in processes of its own."""
-    port, token = free_port(), uuid.uuid4().hex
+    port = free_port()
+    token = uuid.uuid4().hex
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port), "--dtype", dtype]
+    command = [
+        sys.executable,
+        "-m",
+        "trl_atropos.server.launch",
+        str(model),
+        "--port",
+        str(port),
+        "--dtype",
+        dtype,
+    ]
     command += ["--vllm_mode", vllm_mode_of(mode), *flags]
     if ranks:
         served = next(rank for rank in LORA_RANKS if rank >= max(ranks))
@@ -90,37 +105,47 @@ def measure(
     floors: Floors,
 ) -> dict:
     """
-    One row: times in milliseconds (medians of `repeats` publishes), bytes of one publish, and what they compare with.
+    One row: times in milliseconds (medians of `repeats` publishes), bytes of one publish, and what
+    they compare with.
 
     Raises:
-        AtroposTrainingError: The mode does not work here; a `ProbeError` if the server got other weights.
+        AtroposTrainingError: The mode does not work here; a `ProbeError` if the server got other
+        weights.
     """
     transfer = transfer_of(vllm_mode_of(mode), servers, transport, str(folder))
-    publisher = ServerPublisher(transfer, probe_every_n_steps=sys.maxsize)  # the first publish, and the last below
+    # the first publish, and the last below
+    publisher = ServerPublisher(transfer, probe_every_n_steps=sys.maxsize)
     trainer = make_trainer(model, folder, vllm_mode_of(mode), rank, dtype, publisher)
     try:
-        optimizer = _Change([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
+        optimizer = _Change(
+            [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        )
         wrapped = AcceleratedOptimizer(optimizer)
         phases = _Phases(publisher.transfer)
         publisher.hold()
         publisher.begin(wrapped, 0)
         publishes = [dict(phases.ms)]
         if mode == "restart":
-            warm_up, repeats = 1, min(repeats, RESTARTS)
+            warm_up = 1
+            repeats = min(repeats, RESTARTS)
         else:
             warm_up = WARM_UP
         for _ in range(warm_up - 1 + repeats):
             wrapped.step()
             publishes.append(dict(phases.ms))
         publisher.probe()
-        link, num_bytes = _link_of(publisher, trainer), phases.num_bytes
+        link = _link_of(publisher, trainer)
+        num_bytes = phases.num_bytes
     finally:
         publisher.close()
         del trainer
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    row = {name: statistics.median(times[name] for times in publishes[warm_up:]) for name in publishes[0]}
+    row = {
+        name: statistics.median(times[name] for times in publishes[warm_up:])
+        for name in publishes[0]
+    }
     row["publish_ms"] = max(row["publish_ms"], RESOLUTION_MS)
     row["total_ms"] = row["pause_ms"] + row["publish_ms"] + row["resume_ms"]
     floor = floors.ms(link, num_bytes)
@@ -140,7 +165,13 @@ def measure(
 
 
 def make_trainer(
-    model: Path, folder: Path, mode: str, rank: int | None, dtype: str, publisher: ServerPublisher, **settings: Any
+    model: Path,
+    folder: Path,
+    mode: str,
+    rank: int | None,
+    dtype: str,
+    publisher: ServerPublisher,
+    **settings: Any,
 ) -> AtroposGRPOTrainer:
     args = AtroposGRPOConfig(
         output_dir=str(folder / "trainer"),
@@ -157,10 +188,16 @@ def make_trainer(
     adapter = None
     if rank is not None:
         # With a B that is not zero, or the probe would not see whether the adapter arrived.
-        adapter = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False)
+        adapter = LoraConfig(
+            r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False
+        )
     # Nothing is trained, so the source is never read.
     return AtroposGRPOTrainer(
-        str(model), args, rollout_source=ReplaySource([]), policy_publisher=publisher, peft_config=adapter
+        str(model),
+        args,
+        rollout_source=ReplaySource([]),
+        policy_publisher=publisher,
+        peft_config=adapter,
     )
 
 
@@ -182,8 +219,14 @@ class _Phases:
     def __init__(self, transfer: Transfer):
         self.num_bytes = 0  # that the last publish moved
         self.ms: dict[str, float] = {}  # of the last publish
-        for name, method in (("pause_ms", "pause"), ("publish_ms", "send"), ("resume_ms", "resume")):
-            setattr(transfer, method, functools.partial(self._timed, name, getattr(transfer, method)))
+        for name, method in (
+            ("pause_ms", "pause"),
+            ("publish_ms", "send"),
+            ("resume_ms", "resume"),
+        ):
+            setattr(
+                transfer, method, functools.partial(self._timed, name, getattr(transfer, method))
+            )
 
     def _timed(self, name: str, call: Callable, *args):
         started = time.perf_counter()
@@ -199,7 +242,8 @@ class _Phases:
 
 
 def _link_of(publisher: ServerPublisher, trainer: AtroposGRPOTrainer) -> str | None:
-    """What carries the bytes. Asked of the transfer that is in use, which may be what `colocate` fell back to."""
+    """What carries the bytes. Asked of the transfer that is in use, which may be what `colocate`
+    fell back to."""
     transfer = publisher.transfer
     if isinstance(transfer, Colocate):
         return None

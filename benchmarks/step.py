@@ -1,7 +1,9 @@
-"""`trl-atropos bench step`: useful tokens per second of a training step, beside TRL's own trainer on the same rows.
+"""`trl-atropos bench step`: useful tokens per second of a training step, beside TRL's own trainer
+on the same rows.
 
-Lengths are log-normal, as those of completions are, and drawn with a fixed seed. TRL's `GRPOTrainer` gets the rows by
-its own `rollout_func`, ours by a `RolloutSource`; model, loss and settings are the same. `step_trainers.py` trains.
+Lengths are log-normal, as those of completions are, and drawn with a fixed seed. TRL's
+`GRPOTrainer` gets the rows by its own `rollout_func`, ours by a `RolloutSource`; model, loss and
+settings are the same. `step_trainers.py` trains.
 """
 
 import argparse
@@ -59,24 +61,93 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--params", default="2M", metavar="SIZE", help="of the model, such as 20M, 0.6B or 8B (default: %(default)s)")
-    add("--rows", type=positive, default=64, metavar="N", help="per optimizer step (default: %(default)s)")
-    add("--micro_batch", type=positive, default=8, metavar="N", help="rows of one (default: %(default)s)")
-    add("--prompt", type=positive, default=16, metavar="N", help="tokens of each prompt (default: %(default)s)")
-    add("--group_size", type=positive, default=8, metavar="N", help="rows with the same prompt (default: %(default)s)")
-    add("--median", type=positive, default=96, metavar="N", help="tokens of a completion (default: %(default)s)")
-    add("--sigma", type=float, default=1.0, metavar="X", help="of the log-normal spread (default: %(default)s)")
-    add("--longest", type=positive, default=4096, metavar="N", help="row in tokens; others are cut (default: 4096)")
+    add(
+        "--params",
+        default="2M",
+        metavar="SIZE",
+        help="of the model, such as 20M, 0.6B or 8B (default: %(default)s)",
+    )
+    add(
+        "--rows",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="per optimizer step (default: %(default)s)",
+    )
+    add(
+        "--micro_batch",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="rows of one (default: %(default)s)",
+    )
+    add(
+        "--prompt",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="tokens of each prompt (default: %(default)s)",
+    )
+    add(
+        "--group_size",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="rows with the same prompt (default: %(default)s)",
+    )
+    add(
+        "--median",
+        type=positive,
+        default=96,
+        metavar="N",
+        help="tokens of a completion (default: %(default)s)",
+    )
+    add(
+        "--sigma",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of the log-normal spread (default: %(default)s)",
+    )
+    add(
+        "--longest",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="row in tokens; others are cut (default: 4096)",
+    )
     add(
         "--max_tokens",
         type=positive,
         metavar="N",
         help="per micro-batch (default: of a usual micro-batch, or the longest row)",
     )
-    add("--ranks", type=positive, default=8, metavar="N", help="of the second table (default: %(default)s)")
-    add("--rounds", type=positive, default=3, metavar="N", help="of all trainers (default: %(default)s)")
-    add("--shapes", default="spread,equal", metavar="LIST", help="which to run (default: %(default)s)")
-    add("--trainers", default="trl,rows,tokens", metavar="LIST", help="which to run (default: %(default)s)")
+    add(
+        "--ranks",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="of the second table (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="of all trainers (default: %(default)s)",
+    )
+    add(
+        "--shapes",
+        default="spread,equal",
+        metavar="LIST",
+        help="which to run (default: %(default)s)",
+    )
+    add(
+        "--trainers",
+        default="trl,rows,tokens",
+        metavar="LIST",
+        help="which to run (default: %(default)s)",
+    )
     add("--gradient_checkpointing", action="store_true", help="as in training arguments")
     add("--share_prompts", choices=("true", "false"), help="as in training arguments")
     add("--json", action="store_true", help="print one JSON object in place of the tables")
@@ -91,18 +162,25 @@ def main(argv: list[str] | None = None) -> None:
         config_fields(options.params)
     except ValueError as error:
         parser.error(f"--params: {error}")
-    for name, known in (("shapes", ("spread", "equal")), ("trainers", ("trl", "rows", "tokens", "packed_loop"))):
+    for name, known in (
+        ("shapes", ("spread", "equal")),
+        ("trainers", ("trl", "rows", "tokens", "packed_loop")),
+    ):
         chosen = getattr(options, name).split(",")
         setattr(options, name, chosen)
         if not set(chosen) <= set(known):
             parser.error(f"--{name} {','.join(chosen)}: there are {', '.join(known)}")
     for name in ("micro_batch", "group_size"):
         if options.rows % getattr(options, name):
-            parser.error(f"--rows {options.rows} is not a multiple of --{name} {getattr(options, name)}")
+            parser.error(
+                f"--rows {options.rows} is not a multiple of --{name} {getattr(options, name)}"
+            )
     if not 0 <= options.sigma < 3:
         parser.error(f"--sigma is {options.sigma}: set it to 0 or more, and below 3")
     if options.longest <= options.prompt:
-        parser.error(f"--longest {options.longest} leaves no completion after --prompt {options.prompt}")
+        parser.error(
+            f"--longest {options.longest} leaves no completion after --prompt {options.prompt}"
+        )
     give_result(run, options, table)
 
 
@@ -115,7 +193,9 @@ def run(options: argparse.Namespace) -> dict:
     from trl_atropos.metrics.timing import peak_flops
 
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
-        rows = [row for shape in options.shapes for row in measure_shape(shape, Path(folder), options)]
+        rows = [
+            row for shape in options.shapes for row in measure_shape(shape, Path(folder), options)
+        ]
     device = device_name()
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for row in rows:
@@ -147,7 +227,13 @@ def table(result: dict) -> str:
     """The result as lines of text."""
     lines = [" ".join(f"{name}={value}" for name, value in result["header"].items()), ""]
     lines += aligned(result["rows"], COLUMNS)
-    lines += ["", f"tokens of the slowest of {result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches"]
+    lines += [
+        "",
+        "tokens of the slowest of "
+        f"{result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches",
+    ]
     lines.append("order    median    95 %")
-    lines += [f"{one['order']:<7} {one['median']:7.1%} {one['p95']:7.1%}" for one in result["ranks"]]
+    lines += [
+        f"{one['order']:<7} {one['median']:7.1%} {one['p95']:7.1%}" for one in result["ranks"]
+    ]
     return "\n".join([*lines, ""])

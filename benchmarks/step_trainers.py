@@ -25,6 +25,7 @@ from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.source import RolloutSource
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.trainer import atropos_score
 
@@ -77,10 +78,12 @@ class StepTime(TrainerCallback):
 
 @contextmanager
 def kernels() -> Iterator[Callable[[], int]]:
-    """Counts what is started on the GPU. Yields what says, after the context, how many that were."""
+    """Counts what is started on the GPU. Yields what says, after the context, how many that
+    were."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         yield lambda: sum(
-            event.device_type() == DeviceType.CUDA for event in profiler.profiler.kineto_results.events()
+            event.device_type() == DeviceType.CUDA
+            for event in profiler.profiler.kineto_results.events()
         )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -106,7 +109,9 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def lengths_of(generator: np.random.Generator, shape: str, number: int, options: argparse.Namespace) -> np.ndarray:
+def lengths_of(
+    generator: np.random.Generator, shape: str, number: int, options: argparse.Namespace
+) -> np.ndarray:
     """Completion lengths of `number` rows, in tokens."""
     longest = options.longest - options.prompt
     if shape == "equal":
@@ -118,26 +123,30 @@ def lengths_of(generator: np.random.Generator, shape: str, number: int, options:
 def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     """A batch as it comes from the API, with scores that differ within each group."""
     generator = np.random.default_rng(0)
-    prompt, lengths = options.prompt, lengths_of(generator, shape, options.rows, options)
+    prompt = options.prompt
+    lengths = lengths_of(generator, shape, options.rows, options)
     groups = []
     for completions in lengths.reshape(-1, options.group_size):
         start = generator.integers(0, VOCABULARY, prompt).tolist()
-        sequences = [start + generator.integers(0, VOCABULARY, length).tolist() for length in completions]
+        sequences = [
+            start + generator.integers(0, VOCABULARY, length).tolist() for length in completions
+        ]
         groups.append(
             {
                 "tokens": sequences,
                 "masks": [[-100] * prompt + tokens[prompt:] for tokens in sequences],
                 "scores": generator.normal(size=options.group_size).tolist(),
                 "inference_logprobs": [
-                    [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist() for tokens in sequences
+                    [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist()
+                    for tokens in sequences
                 ],
             }
         )
     return Intake(options.longest, 1.0, "refuse").admit(map(read_group, groups))
 
 
-class OneBatch:
-    """A `RolloutSource` that always has the same rows."""
+class OneBatch(RolloutSource):
+    """Hands out the same rollouts whenever it is asked."""
 
     def __init__(self, rows: list[Rollout]):
         self._rows = rows
@@ -149,23 +158,15 @@ class OneBatch:
         assert num_rows == len(self._rows)
         return self._rows
 
-    def metrics(self) -> dict[str, float]:
-        return {}
 
-    def diagnose(self) -> str:
-        return ""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def _settings(folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace) -> dict[str, Any]:
-    micro_batch, accumulate = options.micro_batch, options.rows // options.micro_batch
+def _settings(
+    folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace
+) -> dict[str, Any]:
+    micro_batch = options.micro_batch
+    accumulate = options.rows // options.micro_batch
     if name == "tokens":
-        micro_batch, accumulate = options.rows, 1
+        micro_batch = options.rows
+        accumulate = 1
     cuda = torch.cuda.is_available()
     return {
         "output_dir": str(folder / name),
@@ -207,7 +208,8 @@ def _make_trainer(
         train_dataset=Dataset.from_dict({"prompt": [""] * len(rows)}),
         rollout_func=lambda prompts, trainer: columns(rows),
     )
-    # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send its weights.
+    # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send
+    # its weights.
     trainer.use_vllm = True
     trainer.add_callback(InStep(trainer))
     return trainer
@@ -221,21 +223,26 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
     disable_progress_bar()  # of the weights that are loaded
     rows = make_rows(shape, options)
     clocks: dict[str, list[StepTime]] = {name: [] for name in options.trainers}
-    loss, size = {}, 0
+    loss = {}
+    size = 0
     for _ in range(options.rounds):
         for name in options.trainers:
             train = _run_loop if name == PACKED_LOOP else _run_trainer
             clock, loss[name], size = train(name, model, folder, rows, options)
             clocks[name].append(clock)
             gc.collect()  # cycles hold the model's memory, which the next one needs
-    return [_result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size) for name in options.trainers]
+    return [
+        _result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size)
+        for name in options.trainers
+    ]
 
 
 def _run_trainer(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, float, int]:
     """The times of the second step, the loss of the first, and the number of parameters."""
-    trainer, clock = _make_trainer(name, model, folder, rows, options), StepTime()
+    trainer = _make_trainer(name, model, folder, rows, options)
+    clock = StepTime()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
     clock.watch(trainer.model)
@@ -248,7 +255,8 @@ def _run_loop(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, None, int]:
     """As `_run_trainer`. The loop has no loss to compare."""
-    loop, clock = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing), StepTime()
+    loop = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing)
+    clock = StepTime()
     for _ in range(STEPS):
         began = _now()
         loop.train()
@@ -266,7 +274,9 @@ def _run_loop(
 
 def _budget(rows: list[Rollout], options: argparse.Namespace) -> int:
     """Tokens of a micro-batch."""
-    return options.max_tokens or max(options.micro_batch * (options.prompt + options.median), *_lengths(rows))
+    return options.max_tokens or max(
+        options.micro_batch * (options.prompt + options.median), *_lengths(rows)
+    )
 
 
 def _result(
@@ -292,11 +302,15 @@ def _lengths(rows: list[Rollout]) -> list[int]:
 
 
 def measure_balance(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """By how much the rank with the most tokens has more than the mean, in our order and in that of arrival."""
-    generator, excess = np.random.default_rng(1), {"ours": [], "trl": []}
+    """By how much the rank with the most tokens has more than the mean, in our order and in that of
+    arrival."""
+    generator = np.random.default_rng(1)
+    excess = {"ours": [], "trl": []}
     steps = options.rows // options.micro_batch
     for _ in range(BATCHES):
-        lengths = options.prompt + lengths_of(generator, "spread", options.ranks * options.rows, options)
+        lengths = options.prompt + lengths_of(
+            generator, "spread", options.ranks * options.rows, options
+        )
         ordered = lengths[plan(lengths, options.ranks, steps, steps).order]
         for name, order in (("ours", ordered), ("trl", lengths)):
             load = order.reshape(options.ranks, -1).sum(1)

@@ -1,8 +1,9 @@
-"""`trl-atropos bench weights`: how long a publish takes, for every mode, model size and adapter rank.
+"""`trl-atropos bench weights`: how long a publish takes, for every mode, model size and adapter
+rank.
 
-For each mode and size it starts the real server in a process of its own, and publishes with the real publisher
-(`publish.py`). What it compares with is measured in the same run (`floors.py`). A configuration that fails becomes a
-row with an `error`; the others go on.
+For each mode and size it starts the real server in a process of its own, and publishes with the
+real publisher (`publish.py`). What it compares with is measured in the same run (`floors.py`). A
+configuration that fails becomes a row with an `error`; the others go on.
 """
 
 import argparse
@@ -90,9 +91,27 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="default: %(default)s",
     )
-    add("--params", type=_list_of(_size), default="1M,20M,200M", metavar="LIST", help="default: %(default)s")
-    add("--ranks", type=_list_of(_rank), default="8,32", metavar="LIST", help="of the adapters (default: %(default)s)")
-    add("--repeats", type=positive, default=5, metavar="N", help="publishes that count (default: %(default)s)")
+    add(
+        "--params",
+        type=_list_of(_size),
+        default="1M,20M,200M",
+        metavar="LIST",
+        help="default: %(default)s",
+    )
+    add(
+        "--ranks",
+        type=_list_of(_rank),
+        default="8,32",
+        metavar="LIST",
+        help="of the adapters (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="publishes that count (default: %(default)s)",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -104,9 +123,23 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="of the modes 'server' and 'nccl_lora' (default: %(default)s)",
     )
-    add("--gpu_memory_utilization", type=float, default=0.3, metavar="X", help="of the server (default: %(default)s)")
-    add("--server_gpu", metavar="INDEX", help="GPU of the server (default: the trainer's); NCCL needs another one")
-    add("--json", action="store_true", help="print one JSON object with a header and `rows` in place of the table")
+    add(
+        "--gpu_memory_utilization",
+        type=float,
+        default=0.3,
+        metavar="X",
+        help="of the server (default: %(default)s)",
+    )
+    add(
+        "--server_gpu",
+        metavar="INDEX",
+        help="GPU of the server (default: the trainer's); NCCL needs another one",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object with a header and `rows` in place of the table",
+    )
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
@@ -134,7 +167,9 @@ def _size(text: str) -> str:
 
 def _rank(text: str) -> int:
     if positive(text) > LARGEST_RANK:
-        raise argparse.ArgumentTypeError(f"{text}: vLLM serves adapters of ranks up to {LARGEST_RANK}")
+        raise argparse.ArgumentTypeError(
+            f"{text}: vLLM serves adapters of ranks up to {LARGEST_RANK}"
+        )
     return int(text)
 
 
@@ -167,13 +202,22 @@ def run(options: argparse.Namespace) -> dict:
                 count = make_model(model, size, dtype)
                 for mode in options.modes:
                     logger.info("measuring %s at %s parameters", mode, size)
-                    for row in _rows_of(mode, model, dtype, folder / f"{mode}-{size}", environment, floors, options):
-                        rows.append({"mode": mode, "model": size, "params": count, "dtype": dtype, **row})
-                        logger.info("%s", json.dumps(rows[-1]))  # not lost if the rest is interrupted
+                    for row in _rows_of(
+                        mode, model, dtype, folder / f"{mode}-{size}", environment, floors, options
+                    ):
+                        rows.append(
+                            {"mode": mode, "model": size, "params": count, "dtype": dtype, **row}
+                        )
+                        # not lost if the rest is interrupted
+                        logger.info("%s", json.dumps(rows[-1]))
             header = {
                 "trl_atropos": __version__,
-                "vllm": version(packages_distributions()["vllm"][0]),  # builds of it have other names
-                **{package: version(package) for package in ("torch", "transformers", "trl", "peft")},
+                # builds of it have other names
+                "vllm": version(packages_distributions()["vllm"][0]),
+                **{
+                    package: version(package)
+                    for package in ("torch", "transformers", "trl", "peft")
+                },
                 "device": torch.cuda.get_device_name() if cuda else "cpu",
                 "cpus": len(os.sched_getaffinity(0)),
                 "link_gb_per_s": floors.gigabytes_per_second(),
@@ -199,10 +243,26 @@ def _rows_of(
     try:
         with running_server(model, folder, mode, ranks, dtype, memory, environment) as servers:
             while left:
-                yield measure(mode, model, servers, folder, left[0], dtype, options.transport, options.repeats, floors)
+                yield measure(
+                    mode,
+                    model,
+                    servers,
+                    folder,
+                    left[0],
+                    dtype,
+                    options.transport,
+                    options.repeats,
+                    floors,
+                )
                 left = left[1:]
     except Exception as error:
-        logger.error("%s at %s: %s", mode, model.name, error, exc_info=not isinstance(error, AtroposTrainingError))
+        logger.error(
+            "%s at %s: %s",
+            mode,
+            model.name,
+            error,
+            exc_info=not isinstance(error, AtroposTrainingError),
+        )
         for rank in left:
             yield {"rank": rank, "error": f"{type(error).__name__}: {error}"}
 

@@ -1,4 +1,5 @@
-"""Writes `docs/reference.md`: every setting, warning and command, from the help texts that the program itself shows.
+"""Writes `docs/reference.md`: every setting, warning and command, from the help texts that the
+program itself shows.
 
     python docs/make_reference.py
 
@@ -95,16 +96,23 @@ def reference() -> str:
         "bench",
         *(f"bench {name}" for name in benchmarks),
     ):
-        parts.append(f"### `trl-atropos {command}`\n\n```text\n{_help_of([*command.split(), '--help'])}```\n")
+        parts.append(
+            f"### `trl-atropos {command}`\n\n```text\n{_help_of([*command.split(), '--help'])}```\n"
+        )
     return "\n".join(parts)
 
 
 def _table(config: type, settings: Iterable[tuple[str, str, str]]) -> str:
-    hints, defaults = get_type_hints(config), {field.name: field.default for field in fields(config)}
+    hints, defaults = (
+        get_type_hints(config),
+        {field.name: field.default for field in fields(config)},
+    )
     lines = ["| field | type | default | |", "|---|---|---|---|"]
     for _, name, text in settings:
         escaped = text.replace("|", "\\|")
-        lines.append(f"| `{name}` | {_type_name(hints[name])} | {_default(defaults[name])} | {escaped} |")
+        lines.append(
+            f"| `{name}` | {_type_name(hints[name])} | {_default(defaults[name])} | {escaped} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -131,14 +139,19 @@ def _environment_keys() -> str:
 
 def _warnings() -> str:
     lines = ["| name | warns above | batches in a row |", "|---|---|---|"]
-    lines += [f"| `{name}` | {signal.threshold:g} | {signal.patience} |" for name, signal in SIGNALS.items()]
+    lines += [
+        f"| `{name}` | {signal.threshold:g} | {signal.patience} |"
+        for name, signal in SIGNALS.items()
+    ]
     return "\n".join([*lines, ""])
 
 
 def _help_of(arguments: list[str]) -> str:
     command = [sys.executable, "-m", "trl_atropos.cli", *arguments]
     env = os.environ | {"COLUMNS": HELP_WIDTH}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
 
 
 if __name__ == "__main__":

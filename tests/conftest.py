@@ -1,4 +1,5 @@
-"""The tiny model that every test of the trainer uses, an environment off the network, and which file comes first."""
+"""The tiny model that every test of the trainer uses, an environment off the network, and which
+file comes first."""
 
 import gc
 import os
@@ -29,7 +30,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     chosen = config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
     if config.option.markexpr and not chosen and not hasattr(config, "workerinput"):
-        config.cache.set(f"seconds/{config.option.markexpr}", time.monotonic() - config.stash[BEGAN])
+        config.cache.set(
+            f"seconds/{config.option.markexpr}", time.monotonic() - config.stash[BEGAN]
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,11 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def order(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: a worker that begins with one at the end would leave the others idle."""
+    """The files that take longest come first: a worker that begins with one at the end would leave
+    the others idle."""
     seconds: Counter[Path] = Counter()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
-        takes = (marks["slow"].args or (30,))[0] if "slow" in marks else 5 if "server" in marks else 1
+        takes = (
+            (marks["slow"].args or (30,))[0] if "slow" in marks else 5 if "server" in marks else 1
+        )
         seconds[item.path] += 0 if "skip" in marks else takes
     items.sort(key=lambda item: (-seconds[item.path], item.path))
 
@@ -56,6 +62,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from tests.rollout_factory import make_tiny_model
     from trl_atropos import trainer  # noqa: F401 - everything heavy is imported now
 
-    gc.freeze()  # every `train()` collects garbage, which would look through all of torch again and again
+    # every `train()` collects garbage, which would look through all of torch again and again
+    gc.freeze()
     yield make_tiny_model(tmp_path_factory.mktemp("model"))
     gc.unfreeze()

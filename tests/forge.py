@@ -1,11 +1,13 @@
-"""Programs that import much, as forks of a process that has imported it: `TRAINER` (TRL) and `SERVER` (vLLM).
+"""Programs that import much, as forks of a process that has imported it: `TRAINER` (TRL) and
+`SERVER` (vLLM).
 
     process = TRAINER.fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
 
-does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a session of its own and
-with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each worker of pytest has one such process of
-each kind, from the first call on. A program that reads the environment while it imports something sees that of the
-process that it is forked from: `Run` in `tests/launching.py` starts the main job, with its server, as a user does.
+does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a
+session of its own and with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each
+worker of pytest has one such process of each kind, from the first call on. A program that reads the
+environment while it imports something sees that of the process that it is forked from: `Run` in
+`tests/launching.py` starts the main job, with its server, as a user does.
 """
 
 import atexit
@@ -31,8 +33,13 @@ import trl_atropos.server.control, trl_atropos.server.extension, trl_atropos.ser
 import vllm.entrypoints.openai.api_server, vllm.v1.engine.core_client
 runpy.run_path({str(ROOT / "tests/site/sitecustomize.py")!r})
 """
-# For the environment of a program: every vLLM server that it starts forks its engine, 14 seconds of a CPU earlier.
-FORKED_ENGINES = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/site"), *os.environ.get("PYTHONPATH", "").split()])}
+# For the environment of a program: every vLLM server that it starts forks its engine, 14 seconds of
+# a CPU earlier.
+FORKED_ENGINES = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT / "tests/site"), *os.environ.get("PYTHONPATH", "").split()]
+    )
+}
 PROGRAM = """
 import ctypes, gc, json, os, runpy, select, signal, sys
 gc.freeze()  # the forks would otherwise copy what they only look at
@@ -105,7 +112,8 @@ class Forked:
 
 
 class Forge:
-    """`imports` is what the process executes first, with `env` on top of this process's environment."""
+    """`imports` is what the process executes first, with `env` on top of this process's
+    environment."""
 
     def __init__(self, imports: str, env: Mapping[str, str] | None = None) -> None:
         self._imports, self._env = imports, dict(env or {})
@@ -116,8 +124,11 @@ class Forge:
         self._started: list[Forked] = []
         self._one_at_a_time = threading.Lock()
 
-    def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT) -> Forked:
-        """Runs `argv`, of the form `["-m", module, *arguments]`, with `env` as its whole environment."""
+    def fork(
+        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT
+    ) -> Forked:
+        """Runs `argv`, of the form `["-m", module, *arguments]`, with `env` as its whole
+        environment."""
         log.touch()
         job = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": str(cwd)}
         with self._one_at_a_time, self._changed:
@@ -150,7 +161,9 @@ class Forge:
         deadline = time.monotonic() + READY_WITHIN
         while not condition():
             alive = self._process.poll() is None
-            assert alive and time.monotonic() < deadline, "the process that forks others does not answer"
+            assert alive and time.monotonic() < deadline, (
+                "the process that forks others does not answer"
+            )
             self._changed.wait(0.5)
 
     def _read(self) -> None:

@@ -1,7 +1,8 @@
 """Starts the quickstart as a user does, and watches all of its processes from outside.
 
-Run as a module (`accelerate launch -m tests.launching ...`), it is the main job with a long optimizer step or a long
-save, as the variable `TEST_SLOW` says, so that a signal surely lands inside.
+Run as a module (`accelerate launch -m tests.launching ...`), it is the main job with a long
+optimizer step or a long save, as the variable `TEST_SLOW` says, so that a signal surely lands
+inside.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def make_model(folder: Path) -> Path:
     """The quickstart's model."""
     script = ROOT / "recipes/quickstart/make_model.py"
-    subprocess.run([sys.executable, str(script), str(folder)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(script), str(folder)], check=True, stdout=subprocess.DEVNULL
+    )
     return folder
 
 
@@ -56,7 +59,8 @@ def free_urls(number: int) -> list[str]:
 
 
 def launch_two(folder: Path, module: str, model: Path) -> None:
-    """Runs `module` in two processes with gloo between them, on `model` and `folder`. It must succeed."""
+    """Runs `module` in two processes with gloo between them, on `model` and `folder`. It must
+    succeed."""
     with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="no"):
         run_ranks(["-m", module, str(model), str(folder)], 2, timeout=600)
 
@@ -80,7 +84,13 @@ def status_of(pid: int) -> tuple[str, int, int, int] | None:
 
 def command_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -92,8 +102,11 @@ def shared_inodes() -> dict[str, int]:
 
 
 def users_environment() -> dict[str, str]:
-    """The variables of this process without those that the package reads: nobody has set them for a user."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TRL_ATROPOS_")}
+    """The variables of this process without those that the package reads: nobody has set them for a
+    user."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("TRL_ATROPOS_")
+    }
 
 
 class Run:
@@ -173,14 +186,17 @@ class Run:
                 preexec_fn=heed_ctrl_c,
             )
             os.close(write_end)
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)
+        ]
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for pid in self.processes():
-            if f" -m {self.entry} " in command_of(pid):  # the guards know what else there is to remove
+            # the guards know what else there is to remove
+            if f" -m {self.entry} " in command_of(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 15
@@ -196,7 +212,7 @@ class Run:
             thread.join(5)
         os.close(self._master)
 
-    # -------------------------------------------------------------------------------------------------- what it shows
+    # -------------------------------------------------------------------------------- what it shows
 
     @property
     def output(self) -> str:
@@ -233,9 +249,10 @@ class Run:
         return result
 
     def _lives(self) -> bool:
-        return bool(self.processes()) or len(self._seen) <= 1  # the launcher, or a shell that has not started it
+        # the launcher, or a shell that has not started it
+        return bool(self.processes()) or len(self._seen) <= 1
 
-    # ------------------------------------------------------------------------------------------------ whose it is
+    # ---------------------------------------------------------------------------------- whose it is
 
     def processes(self) -> list[int]:
         """Every living process of the run."""
@@ -243,7 +260,12 @@ class Run:
         alive = []
         for pid, started in list(self._seen.items()):
             status = status_of(pid)
-            if status is not None and status[3] == started and status[0] not in "ZX" and pid != self._shell:
+            if (
+                status is not None
+                and status[3] == started
+                and status[0] not in "ZX"
+                and pid != self._shell
+            ):
                 alive.append(pid)
         return alive
 
@@ -260,7 +282,11 @@ class Run:
     @property
     def trainer(self) -> int:
         def started() -> list[int]:
-            return [pid for pid in self.children(self.launcher) if f" -m {self.entry} " in command_of(pid)]
+            return [
+                pid
+                for pid in self.children(self.launcher)
+                if f" -m {self.entry} " in command_of(pid)
+            ]
 
         return self.until(started, "the launcher starts the trainer")[0]
 
@@ -270,24 +296,29 @@ class Run:
     def guard(self, service: str) -> int:
         """Process of the guard that keeps a service."""
         found = self.until(
-            lambda: re.search(rf"Started {re.escape(service)} \(process (\d+)\)", self.output), f"{service} starts"
+            lambda: re.search(rf"Started {re.escape(service)} \(process (\d+)\)", self.output),
+            f"{service} starts",
         )
         return int(found[1])
 
     def shared_files(self) -> list[str]:
-        """Files in /dev/shm which were not there before and which a process of the run had mapped."""
+        """Files in /dev/shm which were not there before and which a process of the run had
+        mapped."""
         self._look()
         return sorted(name for name, inode in shared_inodes().items() if inode in self._mapped)
 
     def _look_at_maps(self) -> None:
-        """Notes new files in /dev/shm as the run's. By inode: a semaphore is mapped under a name that is gone."""
+        """Notes new files in /dev/shm as the run's. By inode: a semaphore is mapped under a name
+        that is gone."""
         known = self._mapped | set(self.shm_before.values())
         if known.issuperset(shared_inodes().values()):
             return
         for pid in list(self._seen):
             with contextlib.suppress(OSError):
                 lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                self._mapped |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line} - known
+                self._mapped |= {
+                    int(line.split()[4]) for line in lines if " /dev/shm/" in line
+                } - known
 
     def left(self) -> list[str]:
         """Processes and shared files that are still there."""
@@ -312,7 +343,8 @@ class Run:
             if status is None or self._seen.get(pid) == status[3]:
                 continue
             _state, parent, session, started = status
-            # A process that sets its title overwrites its environment, so the family counts as well.
+            # A process that sets its title overwrites its environment, so the family counts as
+            # well.
             mine = self._is_seen(parent) or (session != pid and self._is_seen(session))
             if not mine:
                 with contextlib.suppress(OSError):
@@ -329,13 +361,15 @@ class Run:
             self._look()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # how a pseudo-terminal says that nobody is at its other end
+        # how a pseudo-terminal says that nobody is at its other end
+        with contextlib.suppress(OSError):
             while data := os.read(self._master, 65536):
                 self._output += data
 
 
 def heed_ctrl_c() -> None:
-    """In a child: a shell's `&` may have left SIGINT ignored for these tests, and what is ignored is inherited."""
+    """In a child: a shell's `&` may have left SIGINT ignored for these tests, and what is ignored
+    is inherited."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,8 +1,9 @@
-"""Recorded rollouts in Atropos's wire format, sampled (so the log-probabilities say) from a tiny byte-level Qwen3.
+"""Recorded rollouts in Atropos's wire format, sampled (so the log-probabilities say) from a tiny
+byte-level Qwen3.
 
-`make_group` builds one scored group as `GET /batch` delivers it, `record` writes batches for `ReplaySource`, and
-`make_trainer` builds a trainer that replays them. The tests of the trainer import these; the model is the session
-fixture `tiny_model` of `conftest.py`.
+`make_group` builds one scored group as `GET /batch` delivers it, `record` writes batches for
+`ReplaySource`, and `make_trainer` builds a trainer that replays them. The tests of the trainer
+import these; the model is the session fixture `tiny_model` of `conftest.py`.
 """
 
 import json
@@ -21,14 +22,16 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.rollouts.wire import MASKED
 
 SENTINEL = 1.0  # what Atropos writes where there is no log-probability
-NOISE = 0.1  # nats between the sampler's log-probabilities and the policy's, so that corrections have work to do
+# nats between the sampler's log-probabilities and the policy's, so that corrections have work to do
+NOISE = 0.1
 
 Group = dict[str, Any]
 KnownLogprobs = Literal["all", "some", "none", "absent"]
 
 
 def make_tiny_model(folder: Path) -> Path:
-    """A Qwen3 of 30 thousand parameters. Its wide initialisation makes tokens differ in probability."""
+    """A Qwen3 of 30 thousand parameters. Its wide initialisation makes tokens differ in
+    probability."""
     make_model(
         str(folder),
         0,
@@ -67,8 +70,9 @@ def make_group(
     One scored group of `size` sequences that share a prompt.
 
     Args:
-        turns: how many trained stretches a sequence has, with masked feedback of the environment between them.
-        logprobs: `"some"` has the sentinel at a third of the trained tokens, `"none"` everywhere, `"absent"` has no
+        turns: how many trained stretches a sequence has, with masked feedback of the environment
+        between them. logprobs: `"some"` has the sentinel at a third of the trained tokens, `"none"`
+        everywhere, `"absent"` has no
             `inference_logprobs` at all.
         token_advantages: whether the environment sends `advantages`.
         fields: further fields of the group, or others in place of those made here.
@@ -92,11 +96,15 @@ def make_group(
     return group | fields
 
 
-def _sequence(rng: random.Random, prompt: list[int], turns: int, end: int) -> tuple[list[int], list[int]]:
+def _sequence(
+    rng: random.Random, prompt: list[int], turns: int, end: int
+) -> tuple[list[int], list[int]]:
     tokens, mask = list(prompt), [MASKED] * len(prompt)
     for turn in range(turns):
         said = [rng.randrange(256) for _ in range(rng.randint(2, 9))] + [end]
-        feedback = [rng.randrange(256) for _ in range(rng.randint(1, 4))] if turn < turns - 1 else []
+        feedback = (
+            [rng.randrange(256) for _ in range(rng.randint(1, 4))] if turn < turns - 1 else []
+        )
         tokens += said + feedback
         mask += said + [MASKED] * len(feedback)
     return tokens, mask
@@ -107,7 +115,10 @@ def _sampler_logprobs(
 ) -> list[float]:
     with torch.no_grad():
         logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
-    of_policy = [0.0, *logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()]
+    of_policy = [
+        0.0,
+        *logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist(),
+    ]
     return [
         SENTINEL if m == MASKED or rng.random() < missing else min(0.0, value + rng.gauss(0, NOISE))
         for m, value in zip(mask, of_policy)
@@ -116,11 +127,14 @@ def _sampler_logprobs(
 
 def uniform_batch(model: Path, size: int, groups: int, seed: int, **options: Any) -> list[Group]:
     """`groups` groups of `size` sequences, single and multi-turn in alternation."""
-    return [make_group(model, size, 100 * seed + i, turns=1 + i % 2, **options) for i in range(groups)]
+    return [
+        make_group(model, size, 100 * seed + i, turns=1 + i % 2, **options) for i in range(groups)
+    ]
 
 
 def mixed_batch(model: Path, seed: int = 0) -> list[Group]:
-    """16 sequences with everything that rollouts may bring: sizes 4 and 8, holes, advantages, unknown log-probs."""
+    """16 sequences with everything that rollouts may bring: sizes 4 and 8, holes, advantages,
+    unknown log-probs."""
     return [
         make_group(model, 4, 100 * seed, turns=2, logprobs="some"),
         make_group(model, 8, 100 * seed + 1, turns=3, token_advantages=True),
@@ -129,7 +143,8 @@ def mixed_batch(model: Path, seed: int = 0) -> list[Group]:
 
 
 def record(path: Path, *batches: Sequence[Group]) -> str:
-    """Writes the batches to `path`, a JSON lines file. Returns it in the form `replay_paths` takes."""
+    """Writes the batches to `path`, a JSON lines file. Returns it in the form `replay_paths`
+    takes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"batch": list(batch)}) + "\n" for batch in batches)
@@ -137,7 +152,8 @@ def record(path: Path, *batches: Sequence[Group]) -> str:
 
 
 def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Arguments that TRL's configuration and ours have in common, for a short run on the CPU that logs every step."""
+    """Arguments that TRL's configuration and ours have in common, for a short run on the CPU that
+    logs every step."""
     usual = {
         "output_dir": str(folder),
         "max_steps": 1,
@@ -155,21 +171,32 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
     return usual | settings
 
 
+class AsDrawnConfig(AtroposGRPOConfig):
+    """With the micro-batches that TRL draws, whatever the loss."""
+
+    loss_depends_on_micro_batches = True
+
+
 class PaddedTrainer(AtroposGRPOTrainer):
     """With the micro-batches that TRL draws, padded as TRL does."""
 
     _prepare_inputs = GRPOTrainer._prepare_inputs
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        return self._corrected(GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs))
+        return self._noted(GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs))
 
 
 def make_trainer(
-    model: Path, folder: Path, *batches: Sequence[Group], callbacks: list | None = None, **settings: Any
+    model: Path,
+    folder: Path,
+    *batches: Sequence[Group],
+    callbacks: list | None = None,
+    config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
+    **settings: Any,
 ) -> AtroposGRPOTrainer:
     """A trainer that replays `batches`, with `folder` for its recording and its output."""
     recording = record(folder / "rollouts.jsonl", *batches)
-    config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
+    config = config_class(**arguments(folder / "run", replay_paths=[recording], **settings))
     return AtroposGRPOTrainer(str(model), args=config, callbacks=callbacks)
 
 

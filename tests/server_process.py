@@ -1,4 +1,5 @@
-"""Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
+"""Real inference servers for the tests: a pytest plugin with one shared server, and a way to start
+others."""
 
 import os
 import signal
@@ -22,7 +23,8 @@ from trl_atropos.services.guard import SharedFiles, end_service, members
 from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
-READY_WITHIN = 600.0 if torch.cuda.is_available() else 180.0  # seconds; CUDA graphs with adapters take minutes
+# seconds; CUDA graphs with adapters take minutes
+READY_WITHIN = 600.0 if torch.cuda.is_available() else 180.0
 GRACE = 5.0  # seconds to end after SIGTERM
 ENVIRONMENT = {
     "CXX": "no-such-compiler",  # a machine without one must do
@@ -47,12 +49,16 @@ class Server:
     def engine(self) -> psutil.Process:
         """The process that holds the weights."""
         children = self.api.children()
-        (engine,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        (engine,) = [
+            child for child in children if "resource_tracker" not in " ".join(child.cmdline())
+        ]
         return engine
 
     def control(self, method: str, route: str, body: dict | None = None, token: str | None = None):
         headers = {"authorization": f"Bearer {token or self.token}"}
-        return requests.request(method, f"{self.url}/trl_atropos{route}", json=body, headers=headers, timeout=30)
+        return requests.request(
+            method, f"{self.url}/trl_atropos{route}", json=body, headers=headers, timeout=30
+        )
 
     def generate(self, **body):
         return requests.post(f"{self.url}/generate", json={"logprobs": 0, **body}, timeout=60)
@@ -77,12 +83,14 @@ def running_server(
     token: str | None = None,
     forked: bool = not torch.cuda.is_available(),
 ) -> Iterator[Server]:
-    """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take its place later.
-    A `forked` one starts sooner, and its memory is shared with the process that it is forked from."""
+    """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take
+    its place later. A `forked` one starts sooner, and its memory is shared with the process that it
+    is forked from."""
     port, token = port or free_port(), token or uuid.uuid4().hex
     command = ["-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
     command += ["--max-model-len", str(MAX_MODEL_LEN), *flags]
-    if torch.cuda.is_available() and "--gpu-memory-utilization" not in flags:  # several share the device
+    # several share the device
+    if torch.cuda.is_available() and "--gpu-memory-utilization" not in flags:
         command += ["--gpu-memory-utilization", "0.1"]
     log_dir.mkdir(parents=True, exist_ok=True)
     url, log, shared = f"http://127.0.0.1:{port}", log_dir / "vllm.log", SharedFiles()
@@ -91,7 +99,9 @@ def running_server(
     try:
         deadline = time.monotonic() + READY_WITHIN
         while not _healthy(url):
-            assert process.poll() is None and time.monotonic() < deadline, f"no server:\n{log.read_text()[-5000:]}"
+            assert process.poll() is None and time.monotonic() < deadline, (
+                f"no server:\n{log.read_text()[-5000:]}"
+            )
             time.sleep(0.1)
         shared.note([process.pid, *members(process.pid)])
         yield Server(url, token, str(model), psutil.Process(process.pid), log)

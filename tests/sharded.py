@@ -1,11 +1,12 @@
-"""Runs a function of a test module in several processes, with the parameters sharded as on GPUs, on the CPU.
+"""Runs a function of a test module in several processes, with the parameters sharded as on GPUs, on
+the CPU.
 
     launch("zero3", 2, "tests.my_module", "one", "two")
 
-starts two processes with gloo between them; each calls `tests.my_module.main("one", "two")`. In there, trainers are
-made with `**sharding_arguments("zero3")` among the arguments of their configuration, and `forget_sharding()` between
-two of them. accelerate refuses DeepSpeed and FSDP2 without an accelerator; `_allow_on_cpu` talks it out of that, in
-the children only.
+starts two processes with gloo between them; each calls `tests.my_module.main("one", "two")`. In
+there, trainers are made with `**sharding_arguments("zero3")` among the arguments of their
+configuration, and `forget_sharding()` between two of them. accelerate refuses DeepSpeed and FSDP2
+without an accelerator; `_allow_on_cpu` talks it out of that, in the children only.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ SHOWN = 4000  # characters of each process's output in a failure message
 
 
 def sharding_arguments(kind: str) -> dict[str, Any]:
-    """The arguments of `TrainingArguments` (and so of `AtroposGRPOConfig`) that shard as `kind` says."""
+    """The arguments of `TrainingArguments` (and so of `AtroposGRPOConfig`) that shard as `kind`
+    says."""
     if kind == "ddp":
         return {"use_cpu": True}
     if kind == "fsdp2":
@@ -52,8 +54,8 @@ def launch(kind: str, processes: int, module: str, *arguments: str, timeout: flo
     """
     Runs `module.main(*arguments)` in every process. Returns when all have ended well.
 
-    Raises `AssertionError` with what they wrote if one fails, which ends the others, or if they take longer than
-    `timeout` seconds.
+    Raises `AssertionError` with what they wrote if one fails, which ends the others, or if they
+    take longer than `timeout` seconds.
     """
     run_ranks(["-m", "tests.sharded", kind, module, *arguments], processes, timeout)
 
@@ -73,12 +75,16 @@ def run_ranks(argv: Sequence[str], processes: int, timeout: float) -> None:
         outputs = [Path(folder, f"rank{rank}") for rank in range(processes)]
         children = []
         for rank, output in enumerate(outputs):
-            child = TRAINER.fork(argv, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+            child = TRAINER.fork(
+                argv, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output
+            )
             children.append(child)
             stack.callback(_end, child)
         ended = _wait(children, time.monotonic() + timeout)
         codes = [child.poll() for child in children]  # None: was still running
-        told = "\n".join(f"--- rank {i}\n{o.read_text(errors='replace')[-SHOWN:]}" for i, o in enumerate(outputs))
+        told = "\n".join(
+            f"--- rank {i}\n{o.read_text(errors='replace')[-SHOWN:]}" for i, o in enumerate(outputs)
+        )
         assert ended, f"{what} took more than {timeout} s\n{told}"
         assert not any(codes) and None not in codes, f"{what} ended with {codes}\n{told}"
 
@@ -99,11 +105,12 @@ def _end(child: Forked) -> None:
     child.wait()
 
 
-# ----------------------------------------------------------------------------------------------------- in the children
+# ---------------------------------------------------------------------------------- in the children
 
 
 def forget_sharding() -> None:
-    """Before another trainer is made in this process: accelerate remembers the plugin of the first."""
+    """Before another trainer is made in this process: accelerate remembers the plugin of the
+    first."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -124,7 +131,8 @@ def _allow_on_cpu(kind: str) -> None:
     if kind != "fsdp2":
         # By its name among the modules: the attribute `torch` of `deepspeed.comm` is torch itself.
         communication = importlib.import_module("deepspeed.comm.torch")
-        communication.build_shm_op = lambda: None  # would compile C++ for a minute, where there is a compiler
+        # would compile C++ for a minute, where there is a compiler
+        communication.build_shm_op = lambda: None
 
 
 def _run(kind: str, module: str, *arguments: str) -> None:

@@ -1,7 +1,7 @@
 """Train language models with TRL's GRPO on rollouts from Atropos environments.
 
-Names are imported on first use, so that the command line, the inference server and the launcher's signal handling do
-not wait for torch.
+Names are imported on first use, so that the command line, the inference server and the launcher's
+signal handling do not wait for torch.
 """
 
 import importlib

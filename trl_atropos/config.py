@@ -1,7 +1,8 @@
 """`AtroposGRPOConfig`: every setting of a run, with its default, its help text and its checks.
 
-The docstring is the only place where a setting is explained: `--help` and docs/reference.md are made from it. Values
-are checked here by hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
+The docstring is the only place that explains a setting: `--help` and docs/reference.md are made
+from it. The checks are written by hand, because a YAML recipe bypasses the `choices` of a `Literal`
+annotation. `recipe.py` reads a recipe into this class; a Python program makes it itself.
 """
 
 import inspect
@@ -34,7 +35,7 @@ CHOICES = {
     "vllm_sleep_level": (1, 2),
     "numerics": NUMERICS,
 }
-# Least value of a setting, and what a message asks for. `None` passes where it is the default.
+# Least value of a setting, and what a message asks for. A default passes, even if it is `None`.
 LEAST = {
     "rollout_timeout": (math.ulp(0), "a number of seconds above 0"),
     "publish_timeout": (math.ulp(0), "a number of seconds above 0"),
@@ -48,17 +49,38 @@ LEAST = {
     "learning_rate": (0, "0 or more"),
     "weight_decay": (0, "0 or more"),
     "max_grad_norm": (0, "0 (no clipping) or more"),
-    "adam_epsilon": (math.ulp(0), "a number above 0, such as 1e-8: where a gradient is 0, Adam would divide 0 by 0"),
+    "adam_epsilon": (
+        math.ulp(0),
+        "a number above 0, such as 1e-8: where a gradient is 0, Adam would divide 0 by 0",
+    ),
     "beta": (0, "0 (no reference policy) or more"),
-    "max_sequence_length": (2, "the longest prompt plus completion in tokens, or leave it out for the server's limit"),
+    "max_sequence_length": (
+        2,
+        "the longest prompt plus completion in tokens, or leave it out for the server's limit",
+    ),
 }
-FINITE = ("distillation_coef", "learning_rate", "weight_decay", "adam_epsilon", "beta")  # else all weights become NaN
-REMOVED = {  # settings of earlier versions, and what replaces each
-    "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
-    "save_in_background": "Leave it out: a checkpoint is written while the training waits, as in Transformers.",
+# With an infinite value, all weights would become NaN.
+FINITE = ("distillation_coef", "learning_rate", "weight_decay", "adam_epsilon", "beta")
+# Values that `numerics: bitwise` needs.
+BITWISE_NEEDS = {
+    "padding_free": True,
+    "bf16": False,
+    "fp16": False,
+    "temperature": 1.0,
+    "distillation_coef": 0.0,
+}
+# Settings that are gone, and what to do instead.
+REMOVED = {
+    "group_by_length": "Leave it out: rollouts of similar length share a micro-batch wherever the "
+    "gradient does not depend on it.",
+    "restart_environments": "Leave it out: an environment is started again up to 3 times in an "
+    "hour.",
+    "sampling_temperature": "Leave it out: the run compares `temperature` with what the recipe "
+    "states of each environment, and with what the server has noted of each request.",
 }
 
-# Settings of GRPOConfig that describe generation, which is done by the environments here.
+# Settings of GRPOConfig that describe generation. They have no effect, because the environments
+# generate.
 UNUSED_FIELDS = (
     "num_generations",
     "num_generations_eval",
@@ -86,19 +108,21 @@ T = TypeVar("T")
 
 
 def described(config: type) -> Iterator[tuple[str, str, str]]:
-    """Group, name and help text of every setting that the docstring of a configuration explains."""
+    """Yields the group, the name and the help text of every setting that a configuration's
+    docstring explains."""
     group = ""
-    for found in DESCRIPTION.finditer(inspect.getdoc(config) or ""):
-        group = found["group"] or group
-        if found["name"]:
-            yield group, found["name"], " ".join(found["text"].split())
+    for match in DESCRIPTION.finditer(inspect.getdoc(config) or ""):
+        group = match["group"] or group
+        if match["name"]:
+            yield group, match["name"], " ".join(match["text"].split())
 
 
 def with_help(config: type[T]) -> type[T]:
-    """Below `@dataclass`: gives the fields that the class declares the help texts of its docstring."""
+    """Gives the fields of a class the help texts of its docstring. Stands below `@dataclass`."""
     texts = {name: text for _, name, text in described(config)}
     for name in config.__annotations__:
-        setattr(config, name, field(default=getattr(config, name), metadata={"help": texts.get(name, "")}))
+        default = getattr(config, name)
+        setattr(config, name, field(default=default, metadata={"help": texts.get(name, "")}))
     return config
 
 
@@ -108,43 +132,48 @@ class AtroposGRPOConfig(GRPOConfig):
     """
     Configuration of [`AtroposGRPOTrainer`].
 
-    Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe
-    generation (`top_p`, ...) have no effect, because the environments generate; a warning names those that were set.
+    You may use every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`]. Those
+    that describe generation (`top_p`, ...) have no effect, because the environments generate. A
+    warning names those that you set.
 
-    A *publish* gives the weights of the trainer to the vLLM server. The *policy version* of weights is the number of
-    optimizer steps that made them; the *staleness* of a rollout is the version that it is trained at minus the oldest
-    version that sampled it.
+    A *publish* gives the weights of the trainer to the vLLM server. The *policy version* of weights
+    is the number of optimizer steps that made them. The *staleness* of a rollout is the version
+    that it is trained at minus the oldest version that sampled it.
 
     Parameters:
         > Server and weights
 
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
-            How new weights reach the vLLM server. `"colocate"`: the trainer's parameters are views of the server's
-            memory (adapters are sent). `"server"`: all weights are sent to running servers. `"nccl_lora"`: a LoRA
-            adapter is sent from memory to memory. `"lora"`: servers load the adapter's folder over HTTP. `"restart"`:
-            the server is restarted on a checkpoint.
+            How new weights reach the vLLM server. `"colocate"`: the trainer's parameters are views
+            of the server's memory (adapters are sent). `"server"`: all weights are sent to running
+            servers. `"nccl_lora"`: a LoRA adapter is sent from memory to memory. `"lora"`: servers
+            load the adapter's folder over HTTP. `"restart"`: the server is restarted on a
+            checkpoint.
         vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:9001"`):
             URL of the vLLM server, or of several: as a list in a recipe, or separated by commas.
         sync_every_n_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes. Always 1 with `vllm_mode: colocate`.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
-            What carries the weights in the modes `"server"` and `"nccl_lora"`: `"nccl"`, `"gloo"`, `"memory"` (shared
-            memory or CUDA IPC, on one machine), or `"auto"`, which takes what reaches the servers.
+            Transport of the weights in the modes `"server"` and `"nccl_lora"`: `"nccl"`, `"gloo"`,
+            `"memory"` (shared memory or CUDA IPC, on one machine), or `"auto"`, which takes one
+            that reaches the servers.
         publish_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds that the server may take to answer any one step of a publish.
+            Seconds that the server may take to answer each step of a publish.
         probe_every_n_steps (`int`, *optional*):
-            Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
-            tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
-            probes off. By default, probes take at most 2 percent of the run's time. Weights that are sent are
-            compared after every publish.
+            Publishes between two probes. In a probe, the server samples a fixed prompt and the
+            trainer scores the same tokens; a difference stops the run. The first and the last
+            publish are always probed, unless `0` switches probes off. By default, probes take at
+            most 2 percent of the run's time. Weights that are sent are compared bit for bit after
+            every publish.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
-            Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
-            server needs `--enable-sleep-mode`.
+            Whether a server that has a copy of the weights frees the device's memory while the
+            trainer computes. The server needs `--enable-sleep-mode`.
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             `1` keeps the server's weights in host memory while it sleeps, `2` discards them.
         master_weights (`bool`, *optional*, defaults to `True`):
-            Whether to keep float32 masters of 16-bit weights (an adapter then has the 16 bits of its base), and to
-            accumulate gradients in float32. Without, updates smaller than the resolution of the weights are lost.
+            Whether to keep float32 masters of 16-bit weights (an adapter then has the 16 bits of
+            its base), and to accumulate gradients in float32. Without masters, updates smaller than
+            a weight's rounding step are lost.
         offload_master_weights (`bool`, *optional*, defaults to `False`):
             Whether to keep the master weights and the state of the optimizer in host memory.
 
@@ -153,96 +182,106 @@ class AtroposGRPOConfig(GRPOConfig):
         atropos_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
             URL of the Atropos API (`python -m atroposlib.cli.run_api`).
         reset_atropos (`bool`, *optional*, defaults to `False`):
-            Whether to discard the state of the Atropos API (queued rollouts and registered environments) before
-            registering. Environments that are connected at that moment end and must be restarted.
+            Whether to discard the state of the Atropos API (queued rollouts and registered
+            environments) before registering. Environments that are connected at that moment end,
+            and you must restart them.
         rollout_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds to wait for rollouts before the run stops with a diagnosis. The time that it takes to pull what
-            was queued at the API does not count.
+            Seconds to wait for rollouts before the run stops with a diagnosis. The time that the
+            trainer takes to pull queued rollouts from the API does not count.
         max_sequence_length (`int`, *optional*):
-            Longest rollout in tokens, prompt included. Longer ones are dropped and counted. Defaults to the server's
-            `max_model_len`, or to the model's `max_position_embeddings` when there is no server.
+            Longest rollout in tokens, prompt included. Longer ones are dropped and counted.
+            Defaults to the server's `max_model_len`, or to the model's `max_position_embeddings`
+            when there is no server.
         single_row_groups (`str`, *optional*, defaults to `"refuse"`):
-            What to do with a group of one rollout, which has no group statistics: `"refuse"` drops it, and stops the
-            run if most groups of an environment are so, `"raw"` takes the score as the advantage, `"zero"` sets the
-            advantage to 0.
-        sampling_temperature (`float`, *optional*):
-            Temperature of the environments, where you know it, to be compared with `temperature` at the start.
+            What to do with a group of one rollout, which has no group statistics: `"refuse"` drops
+            it, and stops the run if most groups of an environment are so; `"raw"` takes the score
+            as the advantage; `"zero"` sets the advantage to 0.
         max_staleness (`int`, *optional*):
-            Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
-            counted; rollouts of unknown version are kept. By default, there is no limit.
+            Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are
+            dropped and counted; rollouts of unknown version are kept. By default, there is no
+            limit.
         hold_requests (`bool`, *optional*):
-            Whether new completions wait while the trainer computes. By default, if `max_staleness` is 0. With a
-            `max_batches_offpolicy` of N, rollouts are then N - 1 versions old in the mean.
+            Whether new completions wait while the trainer computes. By default, they do if
+            `max_staleness` is 0. With a `max_batches_offpolicy` of N, rollouts are then N - 1
+            versions old in the mean.
         prefetch_batches (`int`, *optional*, defaults to `0`):
-            Generation batches that are pulled and checked ahead while the trainer computes. Each makes rollouts one
-            version staler.
+            Generation batches to pull and check ahead while the trainer computes. Each makes
+            rollouts one version staler.
         replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
-            Whether to drop groups whose scores are all equal, from which nothing is learned, and to fill the batch
-            with the next groups (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.
+            Whether to drop groups whose scores are all equal, from which nothing is learned, and to
+            fill the batch with the next groups (DAPO's dynamic sampling). The mean reward is then
+            no longer that of all rollouts.
         enforce_environment_weights (`bool`, *optional*, defaults to `False`):
-            Whether to train on several environments in the proportion of their `--env.inference_weight`, by dropping
-            rollouts of those that are ahead. The Atropos API itself limits only how many requests each has in flight.
+            Whether to train on several environments in the proportion of their
+            `--env.inference_weight`, by dropping rollouts of those that are ahead. The Atropos API
+            itself limits only how many requests each has in flight.
         replay_paths (`list[str]`, *optional*):
-            Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON lines, or of
-            Arrow files as a run leaves them in `<output_dir>/rollouts`. No server is used.
+            Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or
+            JSON lines, or of Arrow files as a run leaves them in `<output_dir>/rollouts`. No server
+            is used.
         max_spool_gb (`float`, *optional*, defaults to `10.0`):
-            Gigabytes of rollouts in `<output_dir>/rollouts`, where all are kept. Above that, the oldest that no
-            checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, are not counted.
+            Gigabytes of rollouts to keep in `<output_dir>/rollouts`. Above that, the oldest that no
+            checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, do not
+            count.
         move_checkpoints_aside (`bool`, *optional*, defaults to `False`):
-            Whether a new run moves the checkpoints that an earlier one left in `output_dir` to a folder
-            `checkpoints-before-N` there. Otherwise, it is refused. No effect on a run that resumes.
+            Whether a new run moves the checkpoints that an earlier one left in `output_dir` to a
+            folder `checkpoints-before-N` there. Otherwise, it is refused. No effect on a run that
+            resumes.
 
         > Loss and micro-batches
 
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
-            How the ratio of the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
-            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The last two multiply the ratios of all tokens,
-            which soon exceeds any bound for rollouts that are one version old.
+            How the ratio of the trainer's and the sampler's probabilities corrects the loss:
+            `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The last
+            two multiply the ratios of all tokens, which soon exceeds any bound for rollouts that
+            are one version old.
         distillation_coef (`float`, *optional*, defaults to `0.0`):
-            Weight of the distillation term, for environments that send a teacher's top-k log-probabilities
-            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy), renormalised over the top k, at
-            temperature 1, averaged over the trained tokens that have them. `0` switches it off. Otherwise each
-            micro-batch takes one further forward, and memory for its logits over the whole vocabulary.
-        group_by_length (`bool`, *optional*, defaults to `True`):
-            Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. No
-            effect where the gradient depends on it: with `loss_type: bnpo`, an entropy bonus, `top_entropy_quantile`,
-            or a mixture's load-balancing loss.
+            Weight of the distillation term, for environments that send a teacher's top-k
+            log-probabilities (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy),
+            renormalised over the top k, at temperature 1, averaged over the trained tokens that
+            have them. `0` switches it off. Otherwise each micro-batch takes one further forward,
+            and memory for its logits over the whole vocabulary.
         max_tokens_per_micro_batch (`int`, *optional*):
             Tokens of a micro-batch, padding included, in place of a number of rollouts. Then
-            `per_device_train_batch_size` is the rollouts of one process in an optimizer step. By default, with
-            `gradient_accumulation_steps: 1` on a GPU, what fits into the free memory, up to 16384.
+            `per_device_train_batch_size` is the rollouts of one process in an optimizer step. By
+            default, with `gradient_accumulation_steps: 1` on a GPU, what fits into the free memory,
+            up to 16384.
         padding_free (`bool`, *optional*, defaults to `True`):
-            Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is computed on padding.
-            Models that cannot are padded, with a warning.
+            Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is
+            computed on padding. For a model that cannot, they are padded, with a warning.
         share_prompts (`bool`, *optional*):
-            Whether rollouts with the same prompt compute it once, where that pays. By default on the CPU only.
+            Whether rollouts with the same prompt compute it once, if that pays. By default on the
+            CPU only.
         compile_layers (`bool`, *optional*):
-            Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense models of 50
-            million parameters or more that are not sharded.
-
+            Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
+            models of 50 million parameters or more that are not sharded.
         numerics (`str`, *optional*, defaults to `"default"`):
-            How closely trainer and server compute the same: also `"float32_head"`, `"float16"`, and on Hopper GPUs
-            `"bitwise"` (docs/exactness.md). A server that the run does not start needs `--numerics`, too.
+            How closely trainer and server compute the same: `"default"`, `"float32_head"`,
+            `"float16"`, or on Hopper GPUs `"bitwise"` (docs/exactness.md). If the run does not
+            start the server, start that with the same `--numerics`.
 
         > Evaluation
 
         eval_hold (`bool`, *optional*):
-            Whether training waits while an evaluation samples, so that all of its answers are of one policy version.
-            By default, it does with `metric_for_best_model`. It always does before the first step and after the last.
+            Whether training waits while an evaluation samples, so that all of its answers are of
+            one policy version. By default, it waits with `metric_for_best_model`. Before the first
+            step and after the last, it always waits.
         eval_timeout (`float`, *optional*, defaults to `3600.0`):
-            Seconds that an evaluation may take. One that takes longer is ended, with a warning.
+            Seconds that an evaluation may take. After that it is ended, with a warning.
 
         > Warnings
 
         warning_thresholds (`dict[str, float]` or `str`, *optional*):
-            Values above which a warning about the health of the run is given, by name, for those that differ from the
-            default (docs/reference.md lists them), such as `{"truncated": 0.5}`. A share never warns with `1`.
+            Values above which a warning about the health of the run is given, by name, such as
+            `{"truncated": 0.5}`. Other warnings keep their defaults (docs/reference.md lists them).
+            A share never warns with `1`.
         stop_on_warnings (`list[str]`, *optional*):
-            Names of warnings about the health of the run that end it, such as `["zero_variance"]`. A gradient that is
-            not finite always ends it; `warning_thresholds: {"gradient_not_finite": 3}` leaves out up to 3 such steps.
+            Names of warnings about the health of the run that end it, such as `["zero_variance"]`.
+            A gradient that is not finite always ends it, unless `warning_thresholds:
+            {"gradient_not_finite": 3}` lets it leave out up to 3 such steps.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            Whether the log leaves out losses that are not finite and shows 0.0 in their place, as Transformers does by
-            default.
+            Whether the log shows 0.0 in place of losses that are not finite, as Transformers does
+            by default.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["warning_thresholds"]
@@ -262,7 +301,6 @@ class AtroposGRPOConfig(GRPOConfig):
     rollout_timeout: float = 600.0
     max_sequence_length: int | None = None
     single_row_groups: str = "refuse"
-    sampling_temperature: float | None = None
     max_staleness: int | None = None
     hold_requests: bool | None = None
     prefetch_batches: int = 0
@@ -273,7 +311,6 @@ class AtroposGRPOConfig(GRPOConfig):
     move_checkpoints_aside: bool = False
     vllm_importance_sampling_mode: str = "token_truncate"
     distillation_coef: float = 0.0
-    group_by_length: bool = True
     max_tokens_per_micro_batch: int | None = None
     padding_free: bool = True
     share_prompts: bool | None = None
@@ -287,16 +324,23 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         for name in REMOVED.keys() & kwargs.keys():
-            raise RecipeError(f"`{name}` is no setting any more", f"{name}: {kwargs[name]}", REMOVED[name], "removed")
+            raise RecipeError(
+                f"`{name}` is no setting any more",
+                f"{name}: {kwargs[name]}",
+                REMOVED[name],
+                "removed",
+            )
         return super().__new__(cls)
 
     def __post_init__(self):
-        # With a single-copy server the trainer computes in the server's dtype; TRL's default would be bf16 autocast.
+        # With a single-copy server the trainer computes in the server's dtype; TRL's default would
+        # be bf16 autocast.
         if self.bf16 is None:
             self.bf16 = False
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # of accelerate's launcher or its configuration
-        if asked in ("bf16", "fp16") and not (self.bf16 or self.fp16):
-            setattr(self, asked, True)
+        # of accelerate's launcher or its configuration
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        if precision in ("bf16", "fp16") and not (self.bf16 or self.fp16):
+            setattr(self, precision, True)
         self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
         self._check_values()
@@ -305,92 +349,133 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_urls()
         self._warn_unused()
         self._check_sharding()
-        # TRL groups by a fixed `num_generations`. Atropos groups have sizes of their own, so that only TRL's smallest
-        # value passes its checks for every batch.
-        asked = self.num_generations, self.num_generations_eval
-        self.num_generations, self.num_generations_eval = 2, 1
-        super().__post_init__()
-        self.num_generations, self.num_generations_eval = asked
-        # What follows reads what TRL has filled in: the steps of a generation batch, settings written as JSON.
+        self._fill_in()
+        # What follows reads what TRL has filled in: the steps of a generation batch, settings
+        # written as JSON.
         self._check_sleep()
         self._check_token_budget()
         self._check_warnings()
         self._check_correction()
-        if self.eval_hold is False and self.metric_for_best_model is not None:
-            what = "`metric_for_best_model` must be known before a checkpoint is written, but `eval_hold` is false"
-            raise self._wrong(what, "Leave `eval_hold` out.")
-        self.eval_hold = self.metric_for_best_model is not None if self.eval_hold is None else self.eval_hold
+        self._check_evaluation()
 
-    def _wrong(self, what: str, fix: str, code: str = "setting") -> RecipeError:
-        """The error about the settings that `what` and `fix` name."""
-        words = dict.fromkeys(re.findall(r"\w+", f"{what} {fix}"))
-        seen = [f"{name}: {getattr(self, name)}" for name in words if name in self.__dataclass_fields__]
+    def _fill_in(self) -> None:
+        """Runs TRL's own checks, which fill in what is left open."""
+        # TRL groups by a fixed `num_generations`. Atropos groups have sizes of their own, so that
+        # only TRL's smallest value passes its checks for every batch.
+        num_generations = self.num_generations
+        num_generations_eval = self.num_generations_eval
+        self.num_generations = 2
+        self.num_generations_eval = 1
+        super().__post_init__()
+        self.num_generations = num_generations
+        self.num_generations_eval = num_generations_eval
+
+    def _wrong(self, what: str, fix: str, *names: str, code: str = "setting") -> RecipeError:
+        """Returns the error about the settings `names`, whose values are what was seen."""
+        seen = [f"{name}: {getattr(self, name)}" for name in names]
         return RecipeError(what, ", ".join(seen), fix, code)
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
             what = f"`max_steps` is {self.max_steps}, but rollouts from environments have no end"
-            raise self._wrong(what, "Set `max_steps` to the number of optimizer steps.")
+            fix = "Set `max_steps` to the number of optimizer steps."
+            raise self._wrong(what, fix, "max_steps")
         if self.eval_strategy == "epoch":
             what = "`eval_strategy` is 'epoch', but rollouts from environments have no epochs"
-            raise self._wrong(what, "Set `eval_strategy: steps` and `eval_steps`.")
+            fix = "Set `eval_strategy: steps` and `eval_steps`."
+            raise self._wrong(what, fix, "eval_strategy", "eval_steps")
 
     def _check_values(self) -> None:
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        booleans = {True: "group", False: "none"}
+        self.scale_rewards = booleans.get(self.scale_rewards, self.scale_rewards)
         for name in ("replay_paths", "stop_on_warnings"):
             if isinstance(getattr(self, name), str):
-                setattr(self, name, [getattr(self, name)])  # YAML gives a scalar where a list has one entry
+                # YAML gives a scalar where a list has one entry
+                setattr(self, name, [getattr(self, name)])
         for name, allowed in CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {', '.join(map(str, allowed))}.")
+            value = getattr(self, name)
+            if value not in allowed:
+                fix = f"Set it to one of: {', '.join(map(str, allowed))}."
+                raise self._wrong(f"`{name}` is {value!r}", fix, name)
         for name, (least, text) in LEAST.items():
             value = getattr(self, name)
-            fits = value is not None and value >= least and (value < math.inf or name not in FINITE)
-            if value != self.__dataclass_fields__[name].default and not fits:
-                raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.")
+            if value == self.__dataclass_fields__[name].default:
+                continue
+            fits = value is not None and value >= least
+            if fits and name in FINITE:
+                fits = value < math.inf
+            if not fits:
+                raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.", name)
         if self.hold_requests and self.prefetch_batches:
-            what = "`hold_requests` holds back what would be sampled ahead, and `prefetch_batches` asks for it"
-            raise self._wrong(what, "Leave one of them out.")
+            what = (
+                "`hold_requests` holds back what would be sampled ahead, and `prefetch_batches` "
+                "asks for it"
+            )
+            fix = "Leave one of them out."
+            raise self._wrong(what, fix, "hold_requests", "prefetch_batches")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
-            what = f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` it is always 1"
-            raise self._wrong(what, "Leave it at 1.")
+            what = (
+                f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with "
+                "`vllm_mode='colocate'` it is always 1"
+            )
+            raise self._wrong(what, "Leave it at 1.", "sync_every_n_steps", "vllm_mode")
 
     def _check_numerics(self) -> None:
         if self.numerics == "float16":
             if self.vllm_mode == "colocate":
-                what = "`numerics: float16` trains weights in float32, which `vllm_mode: colocate` cannot share"
-                raise self._wrong(what, "Set `vllm_mode: server`, which copies them in the device's memory.")
-            self.fp16, self.bf16 = True, False
+                what = (
+                    "`numerics: float16` trains weights in float32, which `vllm_mode: colocate` "
+                    "cannot share"
+                )
+                fix = "Set `vllm_mode: server`, which copies them in the device's memory."
+                raise self._wrong(what, fix, "numerics", "vllm_mode")
+            self.fp16 = True
+            self.bf16 = False
         elif self.numerics == "bitwise":
-            needed = {"padding_free": True, "bf16": False, "fp16": False, "temperature": 1.0, "distillation_coef": 0.0}
-            for name, value in needed.items():
+            for name, value in BITWISE_NEEDS.items():
                 if getattr(self, name) != value:
-                    what = f"`numerics: bitwise` is not there for `{name}: {getattr(self, name)}`"
-                    raise self._wrong(what, f"Set `{name}: {str(value).lower()}`, or another `numerics`.")
-            self.compile_layers = self.share_prompts = False
+                    setting = f"`{name}: {getattr(self, name)}`"
+                    what = f"`numerics: bitwise` is not available for {setting}"
+                    fix = f"Set `{name}: {str(value).lower()}`, or another `numerics`."
+                    raise self._wrong(what, fix, "numerics", name)
+            self.compile_layers = False
+            self.share_prompts = False
 
     def _check_batch(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if size % 2:
-            product = f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation"
-            what = f"A generation batch has {size} rollouts (per_device_train_batch_size {product}) and must be even"
+            product = (
+                f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps "
+                "per generation"
+            )
+            what = (
+                f"A generation batch has {size} rollouts (per_device_train_batch_size "
+                f"{product}) and must be even"
+            )
             fix = "Change `per_device_train_batch_size` or `gradient_accumulation_steps`."
-            raise self._wrong(what, fix, "batch-size")
+            names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+            raise self._wrong(what, fix, *names, code="batch-size")
 
     def _check_urls(self) -> None:
-        given = self.vllm_server_base_url or f"http://127.0.0.1:{self.vllm_server_port}"
-        servers = [str(url) for url in given] if isinstance(given, list) else given.split(",")  # YAML may give a list
-        servers = [_plain_url("vllm_server_base_url", url) for url in servers]
+        servers = self.vllm_server_base_url or f"http://127.0.0.1:{self.vllm_server_port}"
+        if isinstance(servers, str):
+            servers = servers.split(",")  # YAML may give a list
+        servers = [_plain_url("vllm_server_base_url", str(url)) for url in servers]
         self.vllm_server_base_url = ",".join(servers)
         self.atropos_url = _plain_url("atropos_url", self.atropos_url)
         for url in servers:
             if servers.count(url) > 1:
-                raise self._wrong(f"`vllm_server_base_url` lists {url} twice", "List each server once.")
+                what = f"`vllm_server_base_url` lists {url} twice"
+                raise self._wrong(what, "List each server once.", "vllm_server_base_url")
         if self.atropos_url in servers:
-            what = f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers"
-            raise self._wrong(what, "Give each its own port.")
+            what = (
+                f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They "
+                "are two servers"
+            )
+            fix = "Give each its own port."
+            raise self._wrong(what, fix, "atropos_url", "vllm_server_base_url")
 
     def _warn_unused(self) -> None:
         if self.unused_settings:
@@ -399,32 +484,44 @@ class AtroposGRPOConfig(GRPOConfig):
             warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
+        if self.replay_paths is not None or self.vllm_mode != "colocate":
+            return
         for name in ("deepspeed", "fsdp"):
-            launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
-            if self.replay_paths is None and self.vllm_mode == "colocate" and (getattr(self, name) or launched):
-                place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
-                raise self._wrong(
-                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded",
-                    f"Remove `{name}`{place}, or use `vllm_mode: server`.",
-                    "sharded-colocate",
-                )
+            is_set = getattr(self, name)
+            is_launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
+            if not is_set and not is_launched:
+                continue
+            place = "" if is_set else " from the configuration of `accelerate launch`"
+            what = (
+                "`vllm_mode='colocate'` trains the server's own memory in place, which cannot "
+                "be sharded"
+            )
+            fix = f"Remove `{name}`{place}, or use `vllm_mode: server`."
+            raise self._wrong(what, fix, "vllm_mode", name, code="sharded-colocate")
 
     def _check_sleep(self) -> None:
         if not self.vllm_enable_sleep_mode:
             return
         if self.vllm_mode == "restart":
-            raise self._wrong("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`", "Remove it.")
+            what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
+            raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
         if self.vllm_mode in ADAPTER_MODES and self.vllm_sleep_level != 1:
-            what = f"`vllm_sleep_level: 2` discards weights that `vllm_mode: {self.vllm_mode}` does not send again"
-            raise self._wrong(what, "Set `vllm_sleep_level: 1`.")
-        per_batch = self.steps_per_generation * self.num_iterations
-        if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
-            raise self._wrong(
-                "With `vllm_enable_sleep_mode` the server sleeps until the next publish, but the trainer would need "
-                f"another batch before that (sync_every_n_steps {self.sync_every_n_steps}, steps_per_generation "
-                f"{self.steps_per_generation}, gradient_accumulation_steps {self.gradient_accumulation_steps})",
-                "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
+            what = (
+                f"`vllm_sleep_level: 2` discards weights that `vllm_mode: {self.vllm_mode}` "
+                "does not send again"
             )
+            raise self._wrong(what, "Set `vllm_sleep_level: 1`.", "vllm_sleep_level", "vllm_mode")
+        steps_of_batch = self.steps_per_generation * self.num_iterations
+        if self.sync_every_n_steps > 1 or steps_of_batch < self.gradient_accumulation_steps:
+            what = (
+                "With `vllm_enable_sleep_mode` the server sleeps until the next publish, but the "
+                "trainer would need another batch before that (sync_every_n_steps "
+                f"{self.sync_every_n_steps}, steps_per_generation {self.steps_per_generation}, "
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps})"
+            )
+            fix = "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out."
+            names = ("sync_every_n_steps", "steps_per_generation", "gradient_accumulation_steps")
+            raise self._wrong(what, fix, "vllm_enable_sleep_mode", *names)
 
     def _check_token_budget(self) -> None:
         budget = self.max_tokens_per_micro_batch
@@ -433,73 +530,108 @@ class AtroposGRPOConfig(GRPOConfig):
         if budget < max(2, self.max_sequence_length or 0):
             longest = f"`max_sequence_length` ({self.max_sequence_length}) tokens"
             what = f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have {longest}"
-            raise self._wrong(what, "Set it to that or more.")
-        if (steps := self.gradient_accumulation_steps) != 1:
+            names = ("max_tokens_per_micro_batch", "max_sequence_length")
+            raise self._wrong(what, "Set it to that or more.", *names)
+        steps = self.gradient_accumulation_steps
+        if steps != 1:
+            what = (
+                f"`gradient_accumulation_steps` is {steps}, but `max_tokens_per_micro_batch` "
+                "divides the step itself"
+            )
             size = self.per_device_train_batch_size * steps
-            raise self._wrong(
-                f"`gradient_accumulation_steps` is {steps}, but `max_tokens_per_micro_batch` divides the step itself",
-                f"Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: {size}`.",
+            fix = f"Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: {size}`."
+            names = ("gradient_accumulation_steps", "per_device_train_batch_size")
+            raise self._wrong(what, fix, "max_tokens_per_micro_batch", *names)
+        if self.loss_depends_on_micro_batches:
+            what = (
+                "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and "
+                "`loss_type: bnpo`, `entropy_coef`, `use_adaptive_entropy` and "
+                "`top_entropy_quantile` take means over each"
             )
-        if self.loss_depends_on_micro_batches or not self.group_by_length:
-            raise self._wrong(
-                "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and `loss_type: bnpo`, "
-                "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each",
-                "Use another `loss_type`, such as `dapo`, leave the others out, and leave `group_by_length` on.",
-            )
+            fix = "Use another `loss_type`, such as `dapo`, and leave the others out."
+            names = ("loss_type", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile")
+            raise self._wrong(what, fix, "max_tokens_per_micro_batch", *names)
 
     def _check_warnings(self) -> None:
         self.warning_thresholds = self.warning_thresholds or {}
         self.stop_on_warnings = self.stop_on_warnings or []
         if not isinstance(self.warning_thresholds, dict):
             what = f"`warning_thresholds` is {self.warning_thresholds!r}"
-            raise self._wrong(what, "Set it to names and values, such as '{\"truncated\": 0.5}'.")
+            fix = "Set it to names and values, such as '{\"truncated\": 0.5}'."
+            raise self._wrong(what, fix, "warning_thresholds")
         check_names("warning_thresholds", list(self.warning_thresholds))
         check_names("stop_on_warnings", self.stop_on_warnings)
         for name, value in self.warning_thresholds.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise self._wrong(f"`warning_thresholds` sets {name!r} to {value!r}", "Set it to a number.")
+                what = f"`warning_thresholds` sets {name!r} to {value!r}"
+                raise self._wrong(what, "Set it to a number.", "warning_thresholds")
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
-            what = f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected"
-            fix = "Set it to the temperature above 0 that the environments sample at."
-            raise self._wrong(what, fix, "temperature")
-        stated = {"sampling_temperature": self.sampling_temperature}
-        stated["generation_kwargs['temperature']"] = (self.generation_kwargs or {}).get("temperature")
-        for name, value in stated.items():
-            if value is not None and abs(value - self.temperature) > 1e-6:
-                what = f"`{name}` is {value} but `temperature` is {self.temperature}, at which every token is scored"
-                fix = f"Set `temperature: {value}`, or let the environments sample at {self.temperature}."
-                raise self._wrong(what, fix, "temperature")
-        token_level = self.vllm_importance_sampling_mode.startswith("token")
-        if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and not token_level:
-            raise self._wrong(
-                "`loss_type='vespo'` needs a token-level correction, but `vllm_importance_sampling_mode` is "
-                f"{self.vllm_importance_sampling_mode!r}",
-                "Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: false`.",
+            what = (
+                f"`temperature` is {self.temperature}. Log-probabilities of greedy samples "
+                "cannot be corrected"
             )
+            fix = "Set it to the temperature above 0 that the environments sample at."
+            raise self._wrong(what, fix, "temperature", code="temperature")
+        corrects_sequences = (
+            self.vllm_importance_sampling_correction
+            and not self.vllm_importance_sampling_mode.startswith("token")
+        )
+        if self.loss_type == "vespo" and corrects_sequences:
+            what = (
+                "`loss_type='vespo'` needs a token-level correction, but "
+                f"`vllm_importance_sampling_mode` is {self.vllm_importance_sampling_mode!r}"
+            )
+            fix = (
+                "Set it to 'token_truncate' or 'token_mask', or set "
+                "`vllm_importance_sampling_correction: false`."
+            )
+            names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_correction")
+            raise self._wrong(what, fix, "loss_type", *names)
+
+    def _check_evaluation(self) -> None:
+        saves_best = self.metric_for_best_model is not None
+        if self.eval_hold is False and saves_best:
+            what = (
+                "`metric_for_best_model` must be known before a checkpoint is written, but "
+                "`eval_hold` is false"
+            )
+            fix = "Leave `eval_hold` out."
+            raise self._wrong(what, fix, "metric_for_best_model", "eval_hold")
+        if self.eval_hold is None:
+            self.eval_hold = saves_best
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:
-        """Whether the gradient depends on which rollouts share a micro-batch, because means over each are taken."""
+        """True if the gradient depends on which rollouts share a micro-batch, because means over
+        each are taken. Then micro-batches stay as TRL draws them."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
 
     @property
     def chooses_token_budget(self) -> bool:
-        """Whether a GPU's micro-batches are as large as its memory allows."""
-        divisible = self.group_by_length and not self.loss_depends_on_micro_batches
-        return self.max_tokens_per_micro_batch is None and self.gradient_accumulation_steps == 1 and divisible
+        """True if a GPU's micro-batches are as large as its memory allows."""
+        return (
+            self.max_tokens_per_micro_batch is None
+            and self.gradient_accumulation_steps == 1
+            and not self.loss_depends_on_micro_batches
+        )
 
     @property
     def steps_between_batches(self) -> int:
-        """Of which a checkpoint's step is a multiple if it falls between two generation batches, and not into one."""
-        return steps_between(self.steps_per_generation, self.num_iterations, self.gradient_accumulation_steps)
+        """Optimizer steps from one checkpoint that falls between two generation batches to the
+        next."""
+        return steps_between(
+            self.steps_per_generation, self.num_iterations, self.gradient_accumulation_steps
+        )
 
     @property
     def unused_settings(self) -> list[str]:
-        """Settings that differ from their defaults and have no effect, because the environments generate."""
-        return [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
+        """Settings that differ from their defaults and have no effect, because the environments
+        generate."""
+        defaults = self.__dataclass_fields__
+        return [name for name in UNUSED_FIELDS if getattr(self, name) != defaults[name].default]
 
     @property
     def vllm_server_urls(self) -> list[str]:
@@ -508,19 +640,24 @@ class AtroposGRPOConfig(GRPOConfig):
 
 
 def steps_between(steps_per_generation: int, num_iterations: int, accumulated: int) -> int:
-    """Returns after how many optimizer steps, of `accumulated` training steps each, a generation batch is done."""
-    of_batch = steps_per_generation * num_iterations  # training steps
-    return of_batch // math.gcd(of_batch, accumulated)
+    """Returns after how many optimizer steps, of `accumulated` training steps each, a generation
+    batch ends together with an optimizer step.
+
+    A batch of 4 training steps and optimizer steps of 8 meet every 8 training steps, which is 1
+    optimizer step; a batch of 6 and optimizer steps of 4 meet every 12, which is 3.
+    """
+    steps_of_batch = steps_per_generation * num_iterations
+    return steps_of_batch // math.gcd(steps_of_batch, accumulated)
 
 
 def _plain_url(name: str, url: str) -> str:
-    """A base URL without `/v1` and the last slash."""
+    """Returns a base URL without `/v1` and the last slash."""
     parts = urlsplit(url.strip())
     try:
-        works = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # the port is no number, or above 65535
-        works = False
-    if not works:
+        is_url = False
+    if not is_url:
         fix = "Write it as `http://host:port`."
         raise RecipeError(f"`{name}` is {url!r}, which is not a URL", f"{name}: {url}", fix)
     return url.strip().rstrip("/").removesuffix("/v1")

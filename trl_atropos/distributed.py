@@ -1,4 +1,5 @@
-"""Calls whose outcome all ranks of the trainer share: an error raised on one rank alone leaves the others waiting."""
+"""Makes calls whose outcome all ranks of the trainer share, because an error that is raised on one
+rank alone leaves the others waiting."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -9,26 +10,28 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 
 def together(call: Callable[[], Any]) -> Any:
-    """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the first error."""
-    result, error = None, None
+    """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the
+    first error."""
+    result = None
+    error = None
     try:
         result = call()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
         error = caught
-    first = next((error for error in gather_object([error]) if error is not None), None)
-    if first is not None:
-        raise first
+    for error_of_rank in gather_object([error]):
+        if error_of_rank is not None:
+            raise error_of_rank
     return result
 
 
 def on_main(call: Callable[[], Any]) -> Any:
     """Calls `call` on rank 0 only, and returns its result, or raises its error, on every rank."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # result and error
     if PartialState().is_main_process:
         try:
-            outcome = [call(), None]
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            outcome = [None, error]
+            outcome[0] = call()
+        except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
+            outcome[1] = caught
     broadcast_object_list(outcome, from_process=0)
     result, error = outcome
     if error is not None:
@@ -38,7 +41,12 @@ def on_main(call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def held_on_main(make: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Enters the context that `make` returns, on rank 0 only. If entering fails, every rank raises the error."""
+    """Enters the context that `make` returns, on rank 0 only. If entering fails, every rank raises
+    the error."""
     with ExitStack() as stack:
-        on_main(lambda: stack.enter_context(make()) and None)
+
+        def enter() -> None:
+            stack.enter_context(make())
+
+        on_main(enter)
         yield

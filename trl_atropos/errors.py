@@ -1,25 +1,46 @@
-"""The errors that a user meets. `trl_atropos.train` prints one without a traceback, `trl-atropos check` lists them as
-its findings. Anything else that is raised is a bug and keeps its traceback."""
+"""The errors that you may meet. `trl_atropos.train` prints one without a traceback, and
+`trl-atropos check` lists them as its findings. Any other exception is a bug and keeps its
+traceback."""
 
-ERROR, WARNING = "error", "warning"
+ERROR = "error"
+WARNING = "warning"
 
 
 class AtroposTrainingError(RuntimeError):
-    """Base of every error whose message is written for the person who started the run: what happened, the value that
-    was seen, what to do about it in sentences, and a stable name for scripts, such as `port-taken`. The level is
-    `"warning"` for a finding of `check` that does not end a run."""
+    """
+    Base of every error whose message is written for the person who started the run.
+
+    Attributes:
+        what: What happened, without a full stop.
+        seen: The value that was seen, such as `max_steps: -1`.
+        fix: What to do about it, in sentences.
+        code: A stable name for scripts, such as `port-taken`.
+        level: `"error"`, or `"warning"` for a finding of `check` that does not end a run.
+    """
 
     usual_code = "error"
-    what_has_seen = False  # whether `what` always says the value in its own words
+    what_has_seen = False  # whether `what` always states the value in its own words
 
-    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR) -> None:
-        self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code or self.usual_code, level
-        addition = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
-        super().__init__(f"{what.rstrip('.')}{addition}. {fix}" if fix else what)
+    def __init__(
+        self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR
+    ) -> None:
+        self.what = what
+        self.seen = seen
+        self.fix = fix
+        self.code = code or self.usual_code
+        self.level = level
+        message = what
+        if fix:
+            message = what.rstrip(".")
+            if not self.what_has_seen and seen not in what:
+                message += f" (seen: {seen})"
+            message += f". {fix}"
+        super().__init__(message)
 
 
 class RecipeError(AtroposTrainingError, ValueError):
-    """The recipe or the command line is wrong. `what` names the setting and its value, `seen` repeats it as YAML."""
+    """The recipe or the command line is wrong. `what` names the setting and its value, and `seen`
+    repeats them as YAML."""
 
     usual_code = "setting"
     what_has_seen = True
@@ -56,9 +77,9 @@ class AttachError(ServerError):
 
 
 class ProbeError(AtroposTrainingError):
-    """After a publish, the server did not sample from the weights that the trainer has, as `result` shows."""
+    """After a publish, the server did not sample from the trainer's weights, as `result` shows."""
 
-    result = None  # the `ProbeResult`, where tokens were compared
+    result = None  # the `ProbeResult`, if tokens were compared
 
 
 class FingerprintError(AtroposTrainingError):
@@ -70,7 +91,7 @@ class GatherError(AtroposTrainingError):
 
 
 class GradientError(AtroposTrainingError):
-    """The gradient of an optimizer step is not finite, so that the step would destroy the weights."""
+    """The gradient of an optimizer step is not finite. The step would destroy the weights."""
 
 
 class EvaluationError(AtroposTrainingError):

@@ -1,8 +1,8 @@
-"""How much the package says on stderr: verbosity with the names that transformers uses.
+"""Verbosity of the package on stderr, with the names that transformers uses.
 
-`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The default is the root
-logger's level, and info in runs of `trl_atropos.train`. A program that has given Python's root logger a handler gets
-the records there instead, until `disable_propagation()`.
+`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The
+default is the root logger's level, and info in runs of `trl_atropos.train`. If your program has
+given Python's root logger a handler, that gets the records instead, until `disable_propagation()`.
 """
 
 import logging
@@ -23,7 +23,7 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if _root.propagate and logging.getLogger().handlers:
-            return  # those show it
+            return  # the root logger's handlers show it
         from tqdm.auto import tqdm  # slow to import
 
         try:
@@ -33,12 +33,12 @@ class _Console(logging.Handler):
 
 
 def get_verbosity() -> int:
-    """The level of the package's logger."""
+    """Returns the level of the package's logger."""
     return _root.getEffectiveLevel()
 
 
 def set_verbosity(level: int) -> None:
-    """Records below `level`, one of Python's levels such as `logging.INFO`, are not shown."""
+    """Hides records below `level`, one of Python's levels such as `logging.INFO`."""
     _root.setLevel(level)
 
 
@@ -49,37 +49,47 @@ set_verbosity_error = partial(set_verbosity, ERROR)
 
 
 def disable_propagation() -> None:
-    """The package writes to stderr itself, whether or not the root logger has handlers."""
+    """Lets the package write to stderr itself, whether or not the root logger has handlers."""
     _root.propagate = False
 
 
 def enable_propagation() -> None:
-    """The root logger's handlers, if it has any, get the records instead of stderr. The default."""
+    """Gives the records to the root logger's handlers, if it has any, and else to stderr. This is
+    the default."""
     _root.propagate = True
 
 
 def verbosity_of_environment() -> int | None:
-    """The level that `TRL_ATROPOS_VERBOSITY` names, if it names one."""
-    return LEVELS.get(os.environ.get(VARIABLE, "").lower())
+    """Returns the level that `TRL_ATROPOS_VERBOSITY` names, or `None`."""
+    name = os.environ.get(VARIABLE, "")
+    return LEVELS.get(name.lower())
 
 
 def columns() -> int | None:
-    """Width of the terminal that stdout is, or what `COLUMNS` says. `None` for a file, where lines may be long."""
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return shutil.get_terminal_size().columns if known else None
+    """Returns the width of the terminal that stdout is, or the one that `COLUMNS` states. Returns
+    `None` for a file, whose lines may be long."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def cut(text: str, room: int) -> str:
-    """The text, without its middle if it is longer than `room` characters."""
+    """Returns the text without its middle if it is longer than `room` characters: `abcdefg` becomes
+    `ab…fg` in a room of 5."""
+    if len(text) <= room:
+        return text
     kept = max(2, room) - 1
-    return text if len(text) <= room else f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+    behind = kept // 2
+    before = kept - behind
+    return f"{text[:before]}…{text[len(text) - behind :]}"
 
 
 _console = _Console()
 _console.setFormatter(logging.Formatter("[trl_atropos] %(message)s"))
 _root.addHandler(_console)
-if verbosity_of_environment() is not None:
-    _root.setLevel(verbosity_of_environment())
+_level = verbosity_of_environment()
+if _level is not None:
+    set_verbosity(_level)
 elif os.environ.get(VARIABLE):
-    _wrong = "%s is %r, which is no level. Set it to one of: %s."
-    _root.warning(_wrong, VARIABLE, os.environ[VARIABLE], ", ".join(LEVELS))
+    _message = "%s is %r, which is no level. Set it to one of: %s."
+    _root.warning(_message, VARIABLE, os.environ[VARIABLE], ", ".join(LEVELS))

@@ -1,8 +1,10 @@
-"""The main job: starts the services a recipe names, trains, saves, and stops only what it started.
+"""The main job: starts the services that a recipe names, trains, saves, and stops what it started.
 
-    accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train --config recipe.yaml
+    accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train
+    --config recipe.yaml
 
-Signals and the death of the launcher are handled from the first line on, before anything heavy is imported.
+`main` runs in every process of the trainer. It handles signals and the death of the launcher from
+the first line on, before anything heavy is imported.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,11 +31,18 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
+RESTARTS = 3  # of an environment, and of the Atropos API, within an hour
 MPS_TIMEOUT = 30.0  # seconds until the first process of NVIDIA's MPS has begun
+# In a folder of its own, where no other program gets to it.
+MPS_COMMAND = (
+    "CUDA_MPS_PIPE_DIRECTORY=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
+)
 BEGIN_CUDA = """import ctypes
 cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-raise SystemExit(min(255, cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)))"""
-LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
+result = cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+raise SystemExit(min(255, result))"""
+# Parts of the errors by which gloo and NCCL report that another process is gone.
+LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")
 
 USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--SETTING VALUE ...]"
 DESCRIPTION = """\
@@ -89,6 +99,7 @@ def main() -> None:
         from trl_atropos.recipe import parse
 
     try:
+        # TRL's parser prints its own help, which has every setting
         run(parse(["--help" if word == "--help_all" else word for word in sys.argv[1:]]))
     except Exception as error:
         message = _message(error)
@@ -100,74 +111,105 @@ def main() -> None:
 
 @contextlib.contextmanager
 def without_vllm():
-    """Hides vLLM from TRL, which would import it: 8 seconds of a CPU and 150 MB, for engines in other processes."""
-    hidden = "vllm" not in sys.modules
-    if hidden:
+    """Hides vLLM from TRL, which would import it: 8 seconds of a CPU and 150 MB, for engines in
+    other processes."""
+    hides = "vllm" not in sys.modules
+    if hides:
         sys.modules["vllm"] = None  # type: ignore[assignment] - Python's way to say that there is no such module
     try:
         yield
     finally:
-        if hidden:
+        if hides:
             del sys.modules["vllm"]
 
 
 def apply_recipe_environment(argv: list[str]) -> dict[str, Any]:
-    """Sets the variables under `env:` of the recipe now: torch, numpy and huggingface_hub read theirs on import.
-    Returns all that is stated."""
-    from trl_atropos.protocol import stated_settings
+    """Sets the variables under `env:` of the recipe, and returns all settings that are stated.
+    Comes before every import: torch, numpy and huggingface_hub read their variables then."""
+    from trl_atropos.flags import stated_settings
 
     stated = stated_settings(argv)
-    if isinstance(stated.get("env"), dict):
-        os.environ.update({str(key): str(value) for key, value in stated["env"].items()})
+    variables = stated.get("env")
+    if isinstance(variables, dict):
+        for name, value in variables.items():
+            os.environ[str(name)] = str(value)
     return stated
 
 
 def start_mps(log_dir: str) -> None:
-    """Starts NVIDIA's Multi-Process Service for this process and its services, unless one runs: before CUDA, which
-    looks for it only once. It ends with this process. Warns where it cannot be had, and goes on without."""
+    """Starts NVIDIA's Multi-Process Service for this process and its services, unless one runs.
+
+    It ends with this process. CUDA looks for it only once, when it begins, so this comes before.
+    Warns if the service cannot be started, and the run goes on without it.
+    """
     from trl_atropos.errors import ServiceError
-    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
+    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs
 
     if mps_runs():
         return
-    services, before, deadline = Services(log_dir), os.environ.copy(), time.monotonic() + MPS_TIMEOUT
-    # In a folder of its own, where no other program gets to it.
-    command = f"{MPS_FOLDER}=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
+    services = Services(log_dir)
+    variables = os.environ.copy()
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ServiceError("with several processes it must be started before the run, to outlive each of them")
-        service = services.start("mps", ["sh", "-c", command], scratch=True)
-        os.environ[MPS_FOLDER] = service.scratch
-        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # its processes count from 0 what it sees
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(len(visible.split(",")))))
-        while not mps_runs():
-            if services.exit_code(service) is not None or time.monotonic() > deadline:
-                raise ServiceError(f"it did not start. The end of {service.log_path}:\n{tail(service.log_path, 1)}")
-            time.sleep(0.05)
-        begin = [sys.executable, "-I", "-S", "-c", BEGIN_CUDA]
-        if code := subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode:
-            raise ServiceError(f"CUDA does not begin under it (error {code})")
+        _start_mps(services)
     except (ServiceError, OSError, subprocess.TimeoutExpired) as error:
         services.stop()
         os.environ.pop(MPS_FOLDER, None)
-        os.environ.update(before)
+        os.environ.update(variables)
         warnings.warn(f"the run goes on without NVIDIA's MPS (`mps: true`): {error}", stacklevel=1)
 
 
+def _start_mps(services: "Services") -> None:
+    """Raises `ServiceError`, `OSError` or `TimeoutExpired` if CUDA does not begin under MPS."""
+    from trl_atropos.errors import ServiceError
+    from trl_atropos.services.manager import MPS_FOLDER, mps_runs, tail
+
+    deadline = time.monotonic() + MPS_TIMEOUT
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        what = "with several processes it must be started before the run, to outlive each of them"
+        raise ServiceError(what, f"{processes} processes", "Run `nvidia-cuda-mps-control -d`.")
+    service = services.start("mps", ["sh", "-c", MPS_COMMAND], scratch=True)
+    os.environ[MPS_FOLDER] = service.scratch
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        # its processes count from 0 what it sees
+        numbers = range(len(visible.split(",")))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
+    while not mps_runs():
+        if services.exit_code(service) is not None or time.monotonic() > deadline:
+            raise ServiceError(
+                f"it did not start. The end of {service.log_path}:\n{tail(service.log_path, 1)}"
+            )
+        time.sleep(0.05)
+    begin = [sys.executable, "-I", "-S", "-c", BEGIN_CUDA]
+    code = subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode
+    if code:
+        raise ServiceError(f"CUDA does not begin under it (error {code})")
+
+
 def print_help(usage: str = USAGE) -> None:
-    """Prints the settings that this package adds to TRL's, in groups. `--help_all` lists TRL's, too."""
+    """Prints the settings that this package adds to TRL's, in groups. `--help_all` lists TRL's,
+    too."""
     from trl_atropos.config import AtroposGRPOConfig, described
     from trl_atropos.recipe import ServicesConfig
 
-    texts = {"usage": usage, "description": DESCRIPTION, "epilog": EPILOG}
-    parser = argparse.ArgumentParser(**texts, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
+    parser = argparse.ArgumentParser(
+        usage=usage,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
     for config in (ServicesConfig, AtroposGRPOConfig):
         defaults = {setting.name: setting.default for setting in fields(config)}
-        for title, settings in groupby(described(config), key=lambda setting: setting[0]):
+        for title, settings in groupby(described(config), key=itemgetter(0)):
             group = parser.add_argument_group(title)
             for _, name, text in settings:
-                default = str(defaults[name]).lower() if isinstance(defaults[name], bool) else defaults[name]
-                text += "" if default is None else f" Default: {default}."
+                default = defaults[name]
+                if default is not None:
+                    # as in YAML
+                    shown = str(default).lower() if isinstance(default, bool) else default
+                    text += f" Default: {shown}."
                 group.add_argument(f"--{name}", metavar="", help=text.replace("%", "%%"))
     parser.print_help()
 
@@ -190,57 +232,69 @@ def _print_error(message: str) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the one that it was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _message(error: Exception) -> str | None:
-    """What to tell the person who started the run; `None` for an error that was not written for people."""
+    """Returns the message for the person who started the run, or `None` for an error that was not
+    written for people."""
     from trl_atropos.errors import AtroposTrainingError, ServerTimeout
 
     # The error of a service that died may be wrapped by the library that was at work then.
-    ours = [e for e in _chain(error) if isinstance(e, AtroposTrainingError)]
-    ours.sort(key=lambda e: not isinstance(e, ServerTimeout))  # a server that hangs ends because its trainer does
-    return str(ours[0]) if ours else _lost_contact(error)
+    errors = [cause for cause in _chain(error) if isinstance(cause, AtroposTrainingError)]
+    if not errors:
+        return _lost_contact(error)
+    for cause in errors:
+        if isinstance(cause, ServerTimeout):  # a server that hangs ends because its trainer does
+            return str(cause)
+    return str(errors[0])
 
 
 def _lost_contact(error: Exception) -> str | None:
-    """The message for an error that means that another process of the trainer is gone; `None` for any other."""
+    """Returns the message for an error that means that another process of the trainer is gone, or
+    `None` for any other."""
     from torch.distributed import DistNetworkError, DistStoreError
 
     for cause in _chain(error):
-        by_text = isinstance(cause, RuntimeError) and any(text in str(cause) for text in LOST_CONTACT)
-        if by_text or isinstance(cause, DistNetworkError | DistStoreError):
+        is_network_error = isinstance(cause, DistNetworkError | DistStoreError)
+        if isinstance(cause, RuntimeError):
+            is_network_error |= any(text in str(cause) for text in LOST_CONTACT)
+        if is_network_error:
             reason = " ".join(str(cause).split()).split(". ")[0].rstrip(".")
             return (
-                "Another process of this trainer, on this machine or on another one, has ended or cannot be reached "
-                f"any more ({reason}). Look at the output of all machines for the first error, then start the run "
-                "again on all of them, with `--resume_from_checkpoint true` if it has saved a checkpoint."
+                "Another process of this trainer, on this machine or on another one, has ended or "
+                f"cannot be reached any more ({reason}). Look at the output of all machines for "
+                "the first error, then start the run again on all of them, with "
+                "`--resume_from_checkpoint true` if it has saved a checkpoint."
             )
     return None
 
 
 def run(recipe: "Recipe") -> None:
+    """Checks the files of a recipe, starts its services, trains, and stops them."""
     from accelerate import PartialState
 
     from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.recipe import check_files, check_reports
-    from trl_atropos.report.summary import make_repository
+    from trl_atropos.report.hub import make_repository
     from trl_atropos.services.environments import Disconnector
     from trl_atropos.services.manager import Services
     from trl_atropos.services.output_lock import locked
 
+    set_up_logging(recipe.training)
+    _heed_ddp_timeout(recipe.training)
+    recipe = check_files(recipe)
     training = recipe.training
-    set_up_logging(training)
-    _heed_ddp_timeout(training)
-    check_files(recipe)
     ranks.together(lambda: check_reports(training))
     if training.push_to_hub:
         ranks.on_main(lambda: make_repository(training))
-    if recipe.services.start_vllm:  # before anything that talks to the servers is made, on every rank
+    # before anything that talks to the servers is made, on every rank
+    if recipe.services.start_vllm:
         os.environ[TOKEN_VARIABLE] = ranks.on_main(control_token)
     services = Services(os.path.join(training.output_dir, "logs"))
     evaluator = evaluator_of(recipe, services, training.output_dir)
@@ -253,12 +307,14 @@ def run(recipe: "Recipe") -> None:
             train(recipe, services, evaluator)
         except ServerError as error:
             if not isinstance(error, AttachError | ServerTimeout):
-                services.await_death(DYING_SECONDS)  # if it is a service that dies, its name and log say more
+                # if it is a service that dies, its name and log say more
+                services.await_death(DYING_SECONDS)
             raise
 
 
 def set_up_logging(training: "AtroposGRPOConfig") -> None:
-    """The recipe's `log_level` comes before the environment's `TRL_ATROPOS_VERBOSITY`, as with transformers'."""
+    """Sets the verbosity: the recipe's `log_level`, or else `TRL_ATROPOS_VERBOSITY`, as with
+    transformers'."""
     from transformers.utils.logging import disable_progress_bar
 
     from trl_atropos import logging
@@ -266,44 +322,64 @@ def set_up_logging(training: "AtroposGRPOConfig") -> None:
     if not sys.stderr.isatty():
         disable_progress_bar()
     logging.disable_propagation()
-    stated = logging.verbosity_of_environment() or logging.INFO  # by the recipe's `env`, too
-    logging.set_verbosity(stated if training.log_level == "passive" else training.get_process_log_level())
+    if training.log_level == "passive":
+        # the recipe's `env` may set it, too
+        logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
+    else:
+        logging.set_verbosity(training.get_process_log_level())
 
 
 def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
-    """Transformers does so on GPUs only."""
+    """Sets `ddp_timeout` on the CPU, too. Transformers does so on GPUs only."""
     from torch import distributed
 
     if training.use_cpu and distributed.is_initialized():
         distributed.distributed_c10d._set_pg_timeout(training.ddp_timeout_delta)
 
 
-def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None" = None) -> None:
-    """Starts the API, the server, the environments and evaluations, and waits until the first two are healthy."""
+def start_services(
+    recipe: "Recipe", services: "Services", evaluator: "Evaluator | None" = None
+) -> None:
+    """Starts the API, the server, the environments and evaluations, and waits until the first two
+    are healthy."""
     from trl_atropos.errors import RolloutError
     from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
-    config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
+    config = recipe.services
+    atropos = recipe.training.atropos_url
     require_room(recipe)
     if config.start_atropos:
-        command = _module("trl_atropos.rollouts.api", atropos)
-        env = {TOKEN_VARIABLE: ""}  # which it needs not know
-        services.start(ATROPOS, command, env=env, health_url=f"{atropos}/", restarts=again, scratch=True)
-    names = start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
+        services.start(
+            ATROPOS,
+            _module("trl_atropos.rollouts.api", atropos),
+            env={TOKEN_VARIABLE: ""},  # which it need not know
+            health_url=f"{atropos}/",
+            restarts=RESTARTS,
+            scratch=True,
+        )
+    names = start_servers(
+        recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path
+    )
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
-    elif recipe.training.reset_atropos:  # before the environments register there, which would end without their place
-        with contextlib.suppress(RolloutError):  # the trainer waits for the API, and says what is wrong
+    # before the environments register there, which would end without their place
+    elif recipe.training.reset_atropos:
+        # the trainer waits for the API, and says what is wrong
+        with contextlib.suppress(RolloutError):
             AtroposClient(atropos, config.service_timeout, config.service_timeout).reset()
-    # Environments load while the server starts. They sample nothing before the trainer asks for a first batch, and
-    # evaluations not before they are told to.
+    # Environments load while the server starts. They sample nothing before the trainer asks for a
+    # first batch, and evaluations not before they are told to.
     for spec in recipe.environments:
         recipe.write_environment_file(spec)
-        command = recipe.environment_command(spec)
         services.start(
-            f"{ENVIRONMENT}{spec.name}", command, env=spec.variables(), cwd=spec.cwd, restarts=again, scratch=True
+            f"{ENVIRONMENT}{spec.name}",
+            recipe.environment_command(spec),
+            env=spec.variables(),
+            cwd=spec.cwd,
+            restarts=RESTARTS,
+            scratch=True,
         )
     if evaluator is not None:
         evaluator.prepare()
@@ -312,26 +388,33 @@ def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator
 
 
 def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str) -> list[str]:
-    """Starts the inference servers of a recipe that starts any. Returns the names of the services."""
+    """Starts the inference servers of a recipe that starts any. Returns the names of the
+    services."""
     from trl_atropos.protocol import TOKEN_VARIABLE
 
     if not recipe.services.start_vllm:
         return []
-    training, urls = recipe.training, recipe.training.vllm_server_urls
-    names = ["vllm"] if len(urls) == 1 else [f"vllm-{index}" for index in range(len(urls))]
+    training = recipe.training
+    urls = training.vllm_server_urls
+    names = ["vllm"]
+    if len(urls) > 1:
+        names = [f"vllm-{index}" for index in range(len(urls))]
     os.environ[TOKEN_VARIABLE] = control_token()
     flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
-        env, visible = {}, os.environ.get("CUDA_VISIBLE_DEVICES")
-        if training.vllm_mode == "colocate" and len(urls) > 1:  # each process trains where its server is
-            env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+        env = {}
+        if training.vllm_mode == "colocate" and len(urls) > 1:
+            # each process trains where its server is
+            device = visible.split(",")[index] if visible else str(index)
+            env = {"CUDA_VISIBLE_DEVICES": device}
         services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     return names
 
 
 def control_token() -> str:
-    """The control token in the environment, or a new one."""
+    """Returns the control token in the environment, or a new one."""
     import secrets
 
     from trl_atropos.protocol import environment_token
@@ -340,25 +423,33 @@ def control_token() -> str:
 
 
 def require_room(recipe: "Recipe") -> None:
-    """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared memory."""
-    from trl_atropos.protocol import parallel
-    from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
+    """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared
+    memory."""
+    from trl_atropos.flags import parallel
+    from trl_atropos.services.manager import (
+        require_free_port,
+        require_shared_memory,
+        require_sockets,
+    )
 
     fix = "Stop what runs there, set `{}` to a free port, or use it with `{}: false`."
     if recipe.services.start_vllm:
         require_sockets()
         require_shared_memory(parallel(recipe.vllm_flags())[0])
         for url in recipe.training.vllm_server_urls:
-            require_free_port(url, "the vLLM server", fix.format("vllm_server_base_url", "start_vllm"))
+            require_free_port(
+                url, "the vLLM server", fix.format("vllm_server_base_url", "start_vllm")
+            )
     if recipe.services.start_atropos:
         url = recipe.training.atropos_url
         require_free_port(url, "the Atropos API", fix.format("atropos_url", "start_atropos"))
 
 
 def _module(name: str, url: str, *arguments: str) -> list[str]:
-    """The command that runs a module as the server at `url`, whose port was found to be free."""
+    """Returns the command that runs a module as the server at `url`, whose port is free."""
     place = urlsplit(url)
-    return [sys.executable, "-m", name, *arguments, "--host", place.hostname, "--port", str(place.port)]
+    address = ["--host", place.hostname, "--port", str(place.port)]
+    return [sys.executable, "-m", name, *arguments, *address]
 
 
 def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None") -> None:
@@ -371,11 +462,8 @@ def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None")
     from trl_atropos.services.environments import Supervisor
     from trl_atropos.weights.checkpoint import disk_errors
 
-    training, model = recipe.training, recipe.model
-    stated = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
-    stated = {name: value for name, value in stated.items() if value != usual[name]}
-    training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
+    model = recipe.model
+    training = recipe.with_training(model_init_kwargs=_model_init_kwargs(recipe)).training
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,
@@ -401,15 +489,40 @@ def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None")
     trainer.accelerator.end_training()
 
 
-def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str, needed: bool = False) -> "Evaluator | None":
-    """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`. Where they are `needed`, one
-    that fails is an error."""
-    from trl_atropos.services.evaluations import FOLDER, Evaluator
+def _model_init_kwargs(recipe: "Recipe") -> dict[str, Any] | None:
+    """Returns the arguments that load the model: what the recipe says of it, if that differs from
+    TRL's defaults, and the recipe's own `model_init_kwargs`, which win."""
+    model = recipe.model
+    kwargs = {}
+    if model.model_revision != "main":
+        kwargs["revision"] = model.model_revision
+    if model.attn_implementation is not None:
+        kwargs["attn_implementation"] = model.attn_implementation
+    if model.dtype != "float32":
+        kwargs["dtype"] = model.dtype
+    return {**kwargs, **(recipe.training.model_init_kwargs or {})} or None
 
-    training, folder = recipe.training, os.path.join(output_dir, FOLDER)
-    needed = needed or training.metric_for_best_model is not None
-    how = recipe.evaluation_command, folder, training.vllm_server_urls, training.eval_timeout, needed
-    return Evaluator(recipe.evaluations, services, *how) if recipe.evaluations else None
+
+def evaluator_of(
+    recipe: "Recipe", services: "Services", output_dir: str, needed: bool = False
+) -> "Evaluator | None":
+    """Returns the `Evaluator` of a recipe that has evaluations, which writes below `output_dir`.
+    If they are `needed`, one that fails is an error."""
+    from trl_atropos.services.evaluation_results import FOLDER
+    from trl_atropos.services.evaluations import Evaluator
+
+    if not recipe.evaluations:
+        return None
+    training = recipe.training
+    return Evaluator(
+        recipe.evaluations,
+        services,
+        recipe.evaluation_command,
+        os.path.join(output_dir, FOLDER),
+        training.vllm_server_urls,
+        training.eval_timeout,
+        needed or training.metric_for_best_model is not None,
+    )
 
 
 def _summarise(trainer: Any) -> None:
@@ -418,14 +531,21 @@ def _summarise(trainer: Any) -> None:
 
     if not trainer.accelerator.is_main_process:
         return
-    folder, log, evaluations = trainer.args.output_dir, trainer.run_log, trainer.evaluations
-    seconds, probed = time.monotonic() - STARTED, trainer.policy_publisher.probe_max_abs_diff
+    folder = trainer.args.output_dir
+    log = trainer.run_log
+    evaluations = trainer.evaluations
+    seconds = time.monotonic() - STARTED
+    probed = trainer.policy_publisher.probe_max_abs_diff
     summary = write_summary(folder, log, trainer.state.global_step, probed, seconds, evaluations)
     if log.rewards:
-        if sum("reward" in entry for entry in trainer.state.log_history) < 2:  # of which the card draws none
+        # if the log has less than two rewards, the card has drawn none
+        if sum("reward" in entry for entry in trainer.state.log_history) < 2:
             draw_reward_curve(folder, log.rewards)
-        replayed, curve = trainer.args.replay_paths is not None, os.path.join(folder, CURVE)
-        lines = closing_lines(summary, log, trainer.processing_class.decode, curve, replayed, evaluations)
+        replayed = trainer.args.replay_paths is not None
+        curve = os.path.join(folder, CURVE)
+        lines = closing_lines(
+            summary, log, trainer.processing_class.decode, curve, replayed, evaluations
+        )
         lines.append(f"All of it on one page: trl-atropos report {folder}")
         sys.stdout.write("\n".join(lines) + "\n")
 

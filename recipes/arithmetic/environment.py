@@ -1,10 +1,13 @@
-"""Arithmetic in several steps: a sum of numbers and one product, reward 1 if the last number is right.
+"""Arithmetic in several steps: a sum of numbers and one product, reward 1 if the last number is
+right.
 
-`9+3*7+8+4=` asks, and `9+21+8+4=30+8+4=38+4=42` answers: the product first, then one sum after the other. Only the
-last number is rewarded, so a model writes the steps before it because they help. All problems are generated.
+`9+3*7+8+4=` asks, and `9+21+8+4=30+8+4=38+4=42` answers: the product first, then one sum after the
+other. Only the last number is rewarded, so a model writes the steps before it because they help.
+All problems are generated.
 
     python recipes/arithmetic/environment.py serve --slurm false --env.rollout_server_url http://127.0.0.1:8000 \
-        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name MODEL
+        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name
+        MODEL
 """
 
 import itertools
@@ -17,14 +20,16 @@ from typing import Literal
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-PRODUCT, FIRST_SUM = re.compile(r"(\d+)\*(\d+)"), re.compile(r"^(\d+)\+(\d+)")
+PRODUCT = re.compile(r"(\d+)\*(\d+)")
+FIRST_SUM = re.compile(r"^(\d+)\+(\d+)")
 TEST_SIZE = 1000
 NUMBER = re.compile(r"[1-9]\d*")
 
 
 class ArithmeticConfig(BaseEnvConfig):
     split: Literal["train", "test"] = Field(
-        default="train", description="`test`: problems that `train` never asks, always the same in the same order"
+        default="train",
+        description="`test`: problems that `train` never asks, always the same in the same order",
     )
     terms: int = Field(default=4, ge=3, description="Terms of a problem, one of which is a product")
     digits: int = Field(default=1, ge=1, description="Digits of a number that is added, at most")
@@ -55,7 +60,8 @@ class ArithmeticEnv(BaseEnv):
     async def setup(self):
         self.problems = self.asked(self.config.seed)
 
-    def load_checkpoint(self):  # called where the run has had batches already: go on with other problems
+    # called where the run has had batches already: go on with other problems
+    def load_checkpoint(self):
         self.problems = self.asked(self.config.seed + self.curr_step)
 
     def asked(self, seed):
@@ -87,9 +93,12 @@ class ArithmeticEnv(BaseEnv):
 
 
 def problems(split: str, terms: int = 4, digits: int = 1, seed: int = 0) -> Iterator[str]:
-    """Problems such as `9+3*7+8+4`, without end. `test` is a list of 1,000 that is repeated, whatever the seed."""
+    """Problems such as `9+3*7+8+4`, without end. `test` is a list of 1,000 that is repeated,
+    whatever the seed."""
     if split == "train":
-        return (problem for problem in drawn_problems(terms, digits, seed) if not is_of_test(problem))
+        return (
+            problem for problem in drawn_problems(terms, digits, seed) if not is_of_test(problem)
+        )
     found: dict[str, None] = {}  # a set that keeps the order
     candidates = filter(is_of_test, drawn_problems(terms, digits, seed=0))
     while len(found) < TEST_SIZE:

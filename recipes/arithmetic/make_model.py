@@ -1,10 +1,13 @@
-"""Pre-trains a small Qwen3 on the spot, to a start from which reinforcement learning has something to do.
+"""Pre-trains a small Qwen3 on the spot, to a start from which reinforcement learning has something
+to do.
 
-    python recipes/arithmetic/make_model.py runs/arithmetic/model [--seed 42] [--size gpu] [--textbook 400]
+    python recipes/arithmetic/make_model.py runs/arithmetic/model [--seed 42] [--size gpu]
+    [--textbook 400]
 
-First it learns from a textbook, in which every problem is worked step by step. Then it learns from a class, in which
-two of five write an answer without a step, which is a guess, and the others slip now and then. It imitates them all,
-so a sampled answer is right now and then. Neither has a problem of the test split.
+First it learns from a textbook, in which every problem is worked step by step. Then it learns from
+a class, in which two of five write an answer without a step, which is a guess, and the others slip
+now and then. It imitates them all, so a sampled answer is right now and then. Neither has a problem
+of the test split.
 """
 
 import argparse
@@ -17,11 +20,21 @@ from itertools import islice
 import torch
 from environment import ArithmeticConfig, problems, score, value, worked
 from tokenizers import Tokenizer, decoders, models
-from transformers import BatchEncoding, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    BatchEncoding,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
 
 CHARACTERS = "0123456789+*="
-GUESSES, SLIPS = 0.4, 0.03  # shares of the class that guesses, and of the others' steps that are wrong
-CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.1  # the latter in parts of the textbook's
+# shares of the class that guesses, and of the others' steps that are wrong
+GUESSES = 0.4
+SLIPS = 0.03
+# the latter in parts of the textbook's
+CLASS_STEPS = 100
+CLASS_LEARNING_RATE = 0.1
 EVALUATIONS = 10  # of the model while it learns from the textbook
 TESTED = 200  # problems
 
@@ -42,7 +55,8 @@ class Size:
 
 SIZES = {
     "cpu": Size(160, 4, 4, 32, {}, 64, 500, 3e-3),  # 1.2 million parameters
-    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 600, 6e-4),  # 59 million
+    # 59 million
+    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 600, 6e-4),
 }
 
 
@@ -57,16 +71,26 @@ def make_model(folder: str, seed: int, size: Size) -> None:
     drawn = random.Random(seed)
     phases = {
         "textbook": (worked, size.steps, size.learning_rate),
-        "class": (lambda problem: classmate(problem, drawn), CLASS_STEPS, size.learning_rate * CLASS_LEARNING_RATE),
+        "class": (
+            lambda problem: classmate(problem, drawn),
+            CLASS_STEPS,
+            size.learning_rate * CLASS_LEARNING_RATE,
+        ),
     }
     learning = problems("train", task.terms, task.digits, seed)
     began = time.monotonic()
     for source, (write, steps, learning_rate) in phases.items():
-        answered = ([(problem, write(problem)) for problem in islice(learning, size.examples)] for _ in range(steps))
+        answered = (
+            [(problem, write(problem)) for problem in islice(learning, size.examples)]
+            for _ in range(steps)
+        )
         for step, loss in enumerate(train(model, tokenizer, answered, steps, learning_rate), 1):
             if step % max(50, steps // EVALUATIONS) == 0:
                 right = mean(solve(model, tokenizer, asked, task.max_new_tokens))
-                print(f"{source} {step:4d}  loss {loss:.3f}  pass@1 {right:.3f}  {time.monotonic() - began:.0f} s")
+                print(
+                    f"{source} {step:4d}  loss {loss:.3f}  pass@1 {right:.3f}  "
+                    f"{time.monotonic() - began:.0f} s"
+                )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -78,7 +102,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", model_input_names=names
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        model_input_names=names,
     )
 
 
@@ -112,7 +139,9 @@ def train(
 ) -> Iterator[float]:
     """Takes a step on each batch of `steps`, of problems and answers, and yields its loss."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, steps, pct_start=0.1)
     for answered in batches:
         loss = model(**batch_of(answered, tokenizer).to(model.device)).loss
@@ -125,7 +154,8 @@ def train(
 
 
 def batch_of(answered: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> BatchEncoding:
-    """Ids, mask and labels [rows, tokens], padded on the right. The answers are learned, the problems are not."""
+    """Ids, mask and labels [rows, tokens], padded on the right. The answers are learned, the
+    problems are not."""
     texts = [f"{problem}={answer}{tokenizer.eos_token}" for problem, answer in answered]
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -136,12 +166,18 @@ def batch_of(answered: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 
 @torch.no_grad()
 def solve(model, tokenizer, asked: list[str], max_new_tokens: int, **sampling) -> list[float]:
-    """The score of an answer to each problem, sampled at temperature 1 unless `sampling` says otherwise."""
+    """The score of an answer to each problem, sampled at temperature 1 unless `sampling` says
+    otherwise."""
     prompts = [f"{problem}=" for problem in asked]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
-    was_training, _ = model.training, model.eval()
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
+        model.device
+    )
+    was_training = model.training
+    _ = model.eval()
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
-    ids = model.generate(**batch, max_new_tokens=max_new_tokens, **sampling)[:, batch["input_ids"].shape[1] :]
+    ids = model.generate(**batch, max_new_tokens=max_new_tokens, **sampling)[
+        :, batch["input_ids"].shape[1] :
+    ]
     model.train(was_training)
     answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return [score(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -152,7 +188,9 @@ def mean(values: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--size", choices=SIZES, default="cpu")

@@ -1,7 +1,9 @@
-"""Grade-school mathematics (GSM8K): one question, one worked answer, reward 1 if its boxed number is right.
+"""Grade-school mathematics (GSM8K): one question, one worked answer, reward 1 if its boxed number
+is right.
 
     python recipes/gsm8k/environment.py serve --slurm false --env.rollout_server_url http://127.0.0.1:8000 \
-        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name MODEL
+        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name
+        MODEL
 """
 
 import contextlib
@@ -17,14 +19,18 @@ from pydantic import Field
 try:
     from math_verify import LatexExtractionConfig, parse, verify
 except ImportError as error:
-    raise SystemExit(f"The answers are read by math-verify: `pip install math-verify` ({error})") from error
+    raise SystemExit(
+        f"The answers are read by math-verify: `pip install math-verify` ({error})"
+    ) from error
 
 INSTRUCTION = "Reason step by step, and write the final answer as \\boxed{number}."
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
-# What `math_verify` does not see through: a number within `\text{...}` and its like, which is taken out; what stands
-# between thousands; spaces and fonts of LaTeX, currencies, and words at the end.
+# What `math_verify` does not see through: a number within `\text{...}` and its like, which is taken
+# out; what stands between thousands; spaces and fonts of LaTeX, currencies, and words at the end.
 PART = r"(?:[^{}]|\{[^{}]*\})*"  # with braces in it
-WRAPPED = re.compile(rf"\\(?:text|math|underline|boldsymbol|mbox|bm)[a-z]*\{{({PART}[\d,]{PART})\}}")
+WRAPPED = re.compile(
+    rf"\\(?:text|math|underline|boldsymbol|mbox|bm)[a-z]*\{{({PART}[\d,]{PART})\}}"
+)
 CLUTTER = re.compile(
     r"\\[,;:! ]|~|(?<=\d)(,|\{,\}|\s+)(?=\d{3}\b)|\\(bf|it|rm|large|Large|approx)\b"
     r"|\\?[$£€]|\\text(dollar|euro|sterling)\b|\b(USD|EUR|GBP|dollars?|cents?|euros?)\b|(\\(text|mathrm)\{[^{}\d]*\}|[.\s])+$"
@@ -34,12 +40,18 @@ LONGEST_ANSWER = 200  # characters
 
 
 class GSM8KConfig(BaseEnvConfig):
-    dataset: str = Field(default="openai/gsm8k", description="Hub name, or a file of JSON lines: question, answer")
-    split: Literal["train", "test"] = Field(default="train", description="`test`: in fixed order, each question once")
+    dataset: str = Field(
+        default="openai/gsm8k", description="Hub name, or a file of JSON lines: question, answer"
+    )
+    split: Literal["train", "test"] = Field(
+        default="train", description="`test`: in fixed order, each question once"
+    )
     max_new_tokens: int = Field(default=1024, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the order of questions")
-    state_file: str | None = Field(default=None, description="Keeps how many questions were asked; a run names it")
+    state_file: str | None = Field(
+        default=None, description="Keeps how many questions were asked; a run names it"
+    )
 
 
 class GSM8KEnv(BaseEnv):
@@ -63,13 +75,15 @@ class GSM8KEnv(BaseEnv):
 
     async def setup(self):
         self.questions = questions(self.config.dataset, self.config.split)
-        self.asked, self.order = 0, []
+        self.asked = 0
+        self.order = []
 
     async def get_next_item(self):
         if self.config.split == "test":  # in fixed order, each once
             self.asked += 1
             return self.questions[self.asked - 1] if self.asked <= len(self.questions) else None
-        first, self.asked = not self.order, self.asked if self.order else self.asked_before()
+        first = not self.order
+        self.asked = self.asked if self.order else self.asked_before()
         number, place = divmod(self.asked, len(self.questions))
         if first or place == 0:  # every pass through the questions has an order of its own
             self.order = list(range(len(self.questions)))
@@ -79,8 +93,9 @@ class GSM8KEnv(BaseEnv):
         return self.questions[self.order[place]]
 
     def asked_before(self) -> int:
-        """How many questions the run has asked, where it was resumed or this was started again. Those in flight then
-        count, too. Without a file: as many as the run has had, and those that may wait in the API's queue."""
+        """How many questions the run has asked, where it was resumed or this was started again.
+        Those in flight then count, too. Without a file: as many as the run has had, and those that
+        may wait in the API's queue."""
         with contextlib.suppress(OSError, ValueError):
             return int(Path(self.config.state_file or "").read_text())
         batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy
@@ -128,7 +143,8 @@ def score(completion: str, answer: str) -> float:
 
 def boxed(completion: str) -> str:
     """What the last `\\boxed{}` has in its braces; nothing where there is none that is closed."""
-    text, depth = completion.rpartition("\\boxed")[2].lstrip(), 0
+    text = completion.rpartition("\\boxed")[2].lstrip()
+    depth = 0
     for end, letter in enumerate(text if "\\boxed" in completion else ""):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
@@ -137,8 +153,9 @@ def boxed(completion: str) -> str:
 
 
 def says(text: str, number: str) -> bool:
-    """Whether LaTeX says a number. `math_verify` knows fractions, equations, percent signs and units. Its deadlines of
-    two seconds are signals: call it in the main thread, where Atropos' event loop is."""
+    """Whether LaTeX says a number. `math_verify` knows fractions, equations, percent signs and
+    units. Its deadlines of two seconds are signals: call it in the main thread, where Atropos'
+    event loop is."""
     if len(text) > LONGEST_ANSWER:
         return False
     while (plain := WRAPPED.sub(r"\1", text)) != text:

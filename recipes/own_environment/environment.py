@@ -10,7 +10,7 @@ from pydantic import Field
 
 
 class OwnConfig(BaseEnvConfig):
-    # (1) Your settings. A recipe changes them: `config: {max_new_tokens: 64}` beside the `path` of this file.
+    # (1) Your settings. A recipe changes them: `config: {max_new_tokens: 64}` beside the `path`.
     max_new_tokens: int = Field(default=64, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the prompts")
@@ -23,30 +23,31 @@ class OwnEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         config = OwnConfig(
-            group_size=8,  # rollouts of one prompt, compared with each other; the trainer's batch is a multiple of it
-            max_token_length=512,  # of prompt and completion; groups with a longer rollout are not sent
+            group_size=8,  # rollouts of one prompt; the trainer's batch is a multiple of it
+            max_token_length=512,  # prompt and completion; groups with longer ones are lost
             total_steps=-1,  # as many as the trainer takes
             max_batches_offpolicy=1,  # sample at most one batch ahead of the trainer
-            ensure_scores_are_not_same=False,  # the trainer counts groups without variance, or replaces them
+            ensure_scores_are_not_same=False,  # the trainer counts or replaces such groups
             steps_per_eval=0,
             use_wandb=False,
             wandb_name=cls.name,  # the API takes no environment without a name
             include_messages=False,
         )
-        # A list, even of one: of a single config, Atropos ignores `base_url`. Only `vllm` returns log-probabilities.
+        # A list: Atropos ignores `base_url` of a single config. `vllm` sends log-probabilities.
         return config, [APIServerConfig(server_type="vllm", api_key="none", timeout=600)]
 
     async def setup(self):
         # (2) Load your data. Here, it is drawn.
         self.random = random.Random(self.config.seed)
 
-    def load_checkpoint(self):  # called where the run has had batches already: go on with other questions
+    def load_checkpoint(self):  # if the run has had batches already: go on with other questions
         self.random.seed(self.config.seed + self.curr_step)
 
     async def get_next_item(self):
         # (3) One item of it, as a dictionary; the trainer's step never waits for this.
         words = self.random.randint(3, 12)
-        return {"prompt": f"Write one sentence of exactly {words} words, and nothing else.", "words": words}
+        prompt = f"Write one sentence of exactly {words} words, and nothing else."
+        return {"prompt": prompt, "words": words}
 
     async def collect_trajectories(self, item):
         # A managed server keeps tokens, masks and log-probabilities exactly as they were sampled.
@@ -57,7 +58,7 @@ class OwnEnv(BaseEnv):
                 max_tokens=self.config.max_new_tokens,
                 temperature=self.config.temperature,
             )
-            end_turn(managed, self.tokenizer)  # after each turn: another `chat_completion` could follow here
+            end_turn(managed, self.tokenizer)  # after each turn; another one could follow here
             nodes = managed.get_state()["nodes"]
         group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
         for choice, node in zip(completions.choices, nodes, strict=True):
@@ -65,7 +66,8 @@ class OwnEnv(BaseEnv):
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
             group["scores"].append(score(choice.message.content or "", item))
-        group["generation_params"] = {"temperature": self.config.temperature}  # the trainer compares it with its own
+        # the trainer compares it with its own
+        group["generation_params"] = {"temperature": self.config.temperature}
         return group, []  # what is returned second is put back into the queue of items
 
     async def evaluate(self, *args, **kwargs):
@@ -73,15 +75,16 @@ class OwnEnv(BaseEnv):
 
 
 def end_turn(managed, tokenizer) -> None:
-    """Keeps the end token of a turn from standing twice in the next prompt: Atropos takes it out of the message that
-    the model ended, the chat template puts it back, and Atropos appends that to the sampled tokens, which have it."""
+    """Keeps the end token of a turn from standing twice in the next prompt. Atropos takes it out of
+    the message, the chat template puts it back, and the sampled tokens have it already."""
     for node in managed.get_state()["nodes"]:
-        if node.tokens[-1] == tokenizer.eos_token_id and not node.full_text.endswith(tokenizer.eos_token):
+        ended = node.tokens[-1] == tokenizer.eos_token_id
+        if ended and not node.full_text.endswith(tokenizer.eos_token):
             node.full_text += tokenizer.eos_token
 
 
 def score(completion: str, item: dict) -> float:
-    """(4) Your reward: any number, compared within its group. Here 1 for the right count, less the further off."""
+    """(4) Your reward: any number, compared within its group. Here 1 for the right length."""
     return 1 / (1 + abs(len(completion.split()) - item["words"]))
 
 

@@ -1,4 +1,5 @@
-"""Makes the quickstart's model on the spot: a byte-level Qwen3 of 0.3 million parameters with random weights.
+"""Makes the quickstart's model on the spot: a byte-level Qwen3 of 0.3 million parameters with
+random weights.
 
 python recipes/quickstart/make_model.py FOLDER [--seed 42]
 """
@@ -13,7 +14,8 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>"]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that the environment's text and the model's tokens agree letter by letter."""
+    """One token per byte, so that the environment's text and the model's tokens agree letter by
+    letter."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,7 +31,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: str, seed: int, **changes) -> None:
-    """Saves the model and its tokenizer in `folder`. `changes` are other fields of the configuration."""
+    """Saves the model and its tokenizer in `folder`. `changes` are other fields of the
+    configuration."""
     set_seed(seed)
     tokenizer = byte_tokenizer()
     fields = {
@@ -53,7 +56,9 @@ def make_model(folder: str, seed: int, **changes) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()

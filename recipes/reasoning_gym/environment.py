@@ -1,8 +1,10 @@
-"""Tasks of reasoning-gym: generated without end, checked by its own code, as many kinds as a YAML file names.
+"""Tasks of reasoning-gym: generated without end, checked by its own code, as many kinds as a YAML
+file names.
 
     pip install reasoning-gym
     python recipes/reasoning_gym/environment.py serve --slurm false --env.rollout_server_url http://127.0.0.1:8000 \
-        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name MODEL
+        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name
+        MODEL
 """
 
 import contextlib
@@ -14,19 +16,27 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from pydantic import Field
 from reasoning_gym.composite import CompositeConfig, CompositeDataset
 
-INSTRUCTION = "Think step by step, and give the final answer, and nothing else, between <answer> and </answer>."
+INSTRUCTION = (
+    "Think step by step, and give the final answer, and nothing else, between <answer> "
+    "and </answer>."
+)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGymConfig(BaseEnvConfig):
     datasets: str = Field(
         default="recipes/reasoning_gym/datasets/easy.yaml",
-        description="File with the size of the collection, and the name, weight and config of each data set in it",
+        description="File with the size of the collection, and the name, weight and config of each "
+        "data set in it",
     )
     max_new_tokens: int = Field(default=1024, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
-    seed: int = Field(default=0, description="Seed of the tasks: another one makes other tasks of the same kinds")
-    state_file: str | None = Field(default=None, description="Keeps how many tasks were given; a run names it")
+    seed: int = Field(
+        default=0, description="Seed of the tasks: another one makes other tasks of the same kinds"
+    )
+    state_file: str | None = Field(
+        default=None, description="Keeps how many tasks were given; a run names it"
+    )
 
 
 class ReasoningGymEnv(BaseEnv):
@@ -64,8 +74,9 @@ class ReasoningGymEnv(BaseEnv):
         return item
 
     def given_before(self) -> int:
-        """How many tasks the run has given, where it was resumed or this was started again. Those in flight then
-        count, too. Without a file: as many as the run has had, and those that may wait in the API's queue."""
+        """How many tasks the run has given, where it was resumed or this was started again. Those
+        in flight then count, too. Without a file: as many as the run has had, and those that may
+        wait in the API's queue."""
         with contextlib.suppress(OSError, ValueError):
             return int(Path(self.config.state_file or "").read_text())
         batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy
@@ -86,7 +97,9 @@ class ReasoningGymEnv(BaseEnv):
             group["tokens"].append(node.tokens)
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
-            group["scores"].append(self.tasks.score_answer(final_answer(choice.message.content or ""), item))
+            group["scores"].append(
+                self.tasks.score_answer(final_answer(choice.message.content or ""), item)
+            )
         group["generation_params"] = {"temperature": self.config.temperature}
         return group, []
 
@@ -95,7 +108,8 @@ class ReasoningGymEnv(BaseEnv):
 
 
 def tasks(path: str, seed: int) -> CompositeDataset:
-    """The collection that a file describes. Its item `i` is drawn by `seed`, and always the same."""
+    """The collection that a file describes. Its item `i` is drawn by `seed`, and always the
+    same."""
     return CompositeDataset(replace(CompositeConfig.from_yaml(path), seed=seed))
 
 

@@ -1,4 +1,5 @@
-"""`trl-atropos slurm`: the script is run as it is, with stand-ins on PATH for SLURM's programs and for what it starts.
+"""`trl-atropos slurm`: the script is run as it is, with stand-ins on PATH for SLURM's programs and
+for what it starts.
 
 No cluster is here: what SLURM itself does with the script is not tested.
 """
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.commands import _server_flags, render, slurm, slurm_parser
+from trl_atropos.commands import slurm
+from trl_atropos.commands.batch_script import _server_flags, render, slurm_parser
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/gsm8k/zero3_72b.yaml"
@@ -59,10 +61,13 @@ def rendered(words: list[str]) -> str:
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Runs a script on four nodes that are this machine. Returns its result, and what was started."""
+    """Runs a script on four nodes that are this machine. Returns its result, and what was
+    started."""
     monkeypatch.chdir(ROOT)
 
-    def run(words: list[str], serves: bool = True, **variables: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    def run(
+        words: list[str], serves: bool = True, **variables: str
+    ) -> tuple[subprocess.CompletedProcess, list[dict]]:
         programs, told = tmp_path / "bin", tmp_path / "told.jsonl"
         programs.mkdir()
         note = NOTE.format(python=sys.executable, told=told, serves=serves)
@@ -75,10 +80,15 @@ def cluster(tmp_path, monkeypatch):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", str(programs / "python"))  # beside which the script finds the programs
+            # beside which the script finds the programs
+            patch.setattr(sys, "executable", str(programs / "python"))
             script = rendered([*words, "--output_dir", str(tmp_path / "out")])
         script = script.replace("9001 + i", "29001 + i").replace("sleep 5", "sleep 0.2")
-        env = os.environ | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"} | variables
+        env = (
+            os.environ
+            | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"}
+            | variables
+        )
         options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 60}
         done = subprocess.run(["bash", "-c", script], **options)
         return done, [json.loads(line) for line in told.read_text().splitlines()]
@@ -101,16 +111,28 @@ def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster,
     for one in serving:
         words = one["words"]
         assert words[1] == "Qwen/Qwen2.5-72B-Instruct" and after(words, "--vllm_mode") == "server"
-        assert (after(words, "--tensor-parallel-size"), after(words, "--max-model-len")) == ("4", "2048")
+        assert (after(words, "--tensor-parallel-size"), after(words, "--max-model-len")) == (
+            "4",
+            "2048",
+        )
         assert words.count("--host") == 1 and after(words, "--host") == "127.0.0.1"
-    assert [(one["NODE"], after(one["words"], "--machine_rank")) for one in training] == [("n1", "0"), ("n2", "1")]
+    assert [(one["NODE"], after(one["words"], "--machine_rank")) for one in training] == [
+        ("n1", "0"),
+        ("n2", "1"),
+    ]
     for one in training:
         words = one["words"]
         assert after(words, "--config_file") == "configs/accelerate/zero3.yaml"
         assert (after(words, "--num_machines"), after(words, "--num_processes")) == ("2", "16")
-        assert (after(words, "--main_process_ip"), after(words, "--config")) == ("127.0.0.1", RECIPE)
+        assert (after(words, "--main_process_ip"), after(words, "--config")) == (
+            "127.0.0.1",
+            RECIPE,
+        )
         urls = "http://127.0.0.1:29001,http://127.0.0.1:29002"
-        assert (after(words, "--vllm_server_base_url"), after(words, "--start_vllm")) == (urls, "false")
+        assert (after(words, "--vllm_server_base_url"), after(words, "--start_vllm")) == (
+            urls,
+            "false",
+        )
         assert one["no_proxy"] == "local,127.0.0.1,127.0.0.1,127.0.0.1"
     tokens = {one["TRL_ATROPOS_TOKEN"] for one in told}
     assert len(tokens) == 1 and re.fullmatch("[0-9a-f]{48}", tokens.pop())
@@ -121,7 +143,9 @@ def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster,
 @pytest.mark.parametrize(
     ("requeued", "saved", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)]
 )
-def test_requeued_job_resumes_if_it_has_saved_a_checkpoint(cluster, tmp_path, requeued, saved, resumes):
+def test_requeued_job_resumes_if_it_has_saved_a_checkpoint(
+    cluster, tmp_path, requeued, saved, resumes
+):
     if saved:
         (tmp_path / "out/checkpoint-10").mkdir(parents=True)
         (tmp_path / "out/checkpoint-10/trainer_state.json").write_text("{}")
@@ -143,9 +167,18 @@ def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):
 
 def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node(monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = ["--config", "recipes/gsm8k/nccl_lora.yaml", "--nodes", "2", "--vllm_args", "--tensor-parallel-size 8"]
+    words = [
+        "--config",
+        "recipes/gsm8k/nccl_lora.yaml",
+        "--nodes",
+        "2",
+        "--vllm_args",
+        "--tensor-parallel-size 8",
+    ]
     script = rendered([*words, "--gpus_per_node", "8", "--lora_r", "20"])
-    assert re.search(r"--vllm_mode nccl_lora --tensor-parallel-size 8 .*--max-lora-rank 32 ", script)
+    assert re.search(
+        r"--vllm_mode nccl_lora --tensor-parallel-size 8 .*--max-lora-rank 32 ", script
+    )
     assert "SERVERS_PER_NODE=1 GPUS_PER_SERVER=8" in script and "--machine_rank" not in script
     assert "--num_machines 1 --num_processes 8 \\\n" in script and "--vllm_args" not in script
 
@@ -153,17 +186,31 @@ def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_n
 @pytest.mark.parametrize(
     ("settings", "flags"),
     [
-        ({"vllm_mode": "server"}, "--tensor-parallel-size 4 --port-range 3"),  # what the recipe's first lines say
+        # what the recipe's first lines say
+        ({"vllm_mode": "server"}, "--tensor-parallel-size 4 --port-range 3"),
         ({"vllm_args": "--host h --seed 1 --port 9", "vllm_mode": "server"}, "--seed 1"),
         ({"vllm_args": ["--seed", 1], "max_sequence_length": 512}, "--seed 1 --max-model-len 512"),
         ({"vllm_args": "--max-model-len 256", "max_sequence_length": 512}, "--max-model-len 256"),
-        ({"vllm_args": "--seed 1", "vllm_mode": "lora"}, "--seed 1 --max-lora-rank 16"),  # PEFT's default
-        ({"vllm_args": "--seed 1", "vllm_mode": "nccl_lora", "lora_r": 40}, "--seed 1 --max-lora-rank 64"),
+        # PEFT's default
+        ({"vllm_args": "--seed 1", "vllm_mode": "lora"}, "--seed 1 --max-lora-rank 16"),
+        (
+            {"vllm_args": "--seed 1", "vllm_mode": "nccl_lora", "lora_r": 40},
+            "--seed 1 --max-lora-rank 64",
+        ),
         ({"vllm_args": "--max-lora-rank 32", "vllm_mode": "lora"}, "--max-lora-rank 32"),
     ],
 )
 def test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need(settings, flags):
-    said = ["--tensor-parallel-size", "4", "--port", "9000", "--port-range", "3", "--vllm_mode", "lora"]
+    said = [
+        "--tensor-parallel-size",
+        "4",
+        "--port",
+        "9000",
+        "--port-range",
+        "3",
+        "--vllm_mode",
+        "lora",
+    ]
     assert _server_flags(settings, ["trl-atropos", "serve", "M", *said]) == flags.split()
 
 
@@ -171,8 +218,14 @@ def test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_ne
     ("words", "told"),
     [
         (["--nodes", "2"], "Of --nodes 2, 2 train"),
-        (["--nodes", "3", "--gpus_per_node", "2"], "A server of 4 GPUs does not fit on a node of 2"),
-        (["--nodes", "3", "--vllm_mode", "colocate"], "Set `vllm_mode: server`, or with an adapter"),
+        (
+            ["--nodes", "3", "--gpus_per_node", "2"],
+            "A server of 4 GPUs does not fit on a node of 2",
+        ),
+        (
+            ["--nodes", "3", "--vllm_mode", "colocate"],
+            "Set `vllm_mode: server`, or with an adapter",
+        ),
     ],
 )
 def test_what_cannot_run_is_not_rendered(words, told, capsys, monkeypatch):

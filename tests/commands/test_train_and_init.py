@@ -28,7 +28,9 @@ def flags_of(parser) -> dict[str, str]:
 
 def test_a_flag_belongs_to_accelerate_or_to_the_settings():
     launcher, settings = flags_of(launch_command_parser()), flags_of(TrlParser(PARTS))
-    assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == commands.OF_BOTH | {"help"}
+    assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == commands.OF_BOTH | {
+        "help"
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,10 +57,13 @@ def test_accelerates_flags_may_stand_anywhere_among_the_settings(line, launcher,
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """What accelerate's launcher is called with, on a machine without a configuration of accelerate's own."""
+    """What accelerate's launcher is called with, on a machine without a configuration of
+    accelerate's own."""
     seen = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
-    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(
+        "accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml")
+    )
     monkeypatch.setattr(os, "environ", dict(os.environ))  # the recipe's `env` stays here
     kept = signal.getsignal(signal.SIGINT)
     yield seen
@@ -68,22 +73,40 @@ def launched(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("gpus", "line", "asked"),
     [
-        (False, QUICKSTART, {"cpu": True, "num_processes": 1, "num_machines": 1, "mixed_precision": "no"}),
+        (
+            False,
+            QUICKSTART,
+            {"cpu": True, "num_processes": 1, "num_machines": 1, "mixed_precision": "no"},
+        ),
         (False, QUICKSTART, {"num_cpu_threads_per_process": 1}),  # of the recipe's `env`
         (True, QUICKSTART, {"cpu": False, "num_processes": 1, "gpu_ids": "2"}),
         (True, f"{QUICKSTART} --use_cpu true", {"cpu": True, "num_processes": 1}),
-        (True, f"{QUICKSTART} --num_processes 4", {"cpu": False, "num_processes": 4, "gpu_ids": None}),
-        (True, f"{QUICKSTART} --config_file configs/accelerate/ddp.yaml", {"num_processes": None, "gpu_ids": None}),
+        (
+            True,
+            f"{QUICKSTART} --num_processes 4",
+            {"cpu": False, "num_processes": 4, "gpu_ids": None},
+        ),
+        (
+            True,
+            f"{QUICKSTART} --config_file configs/accelerate/ddp.yaml",
+            {"num_processes": None, "gpu_ids": None},
+        ),
     ],
 )
-def test_without_a_configuration_of_accelerate_one_process_trains(launched, monkeypatch, gpus, line, asked):
+def test_without_a_configuration_of_accelerate_one_process_trains(
+    launched, monkeypatch, gpus, line, asked
+):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     commands.train([*line.split(), "--max_steps", "5"])
     (options,) = launched
     assert {name: getattr(options, name) for name in asked} == asked
-    assert (options.training_script, options.module, options.quiet) == ("trl_atropos.train", True, True)
+    assert (options.training_script, options.module, options.quiet) == (
+        "trl_atropos.train",
+        True,
+        True,
+    )
     assert options.training_script_args[:2] == ["--config", QUICKSTART]
     assert options.training_script_args[-2:] == ["--max_steps", "5"]
     assert os.environ["OMP_NUM_THREADS"] == "1"  # before accelerate looks for it
@@ -98,7 +121,13 @@ def test_accelerate_has_no_default_to_warn_of(launched, monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS")
     commands.train([str(recipe)])
     (options,) = launched
-    defaulted = ("num_processes", "num_machines", "mixed_precision", "dynamo_backend", "num_cpu_threads_per_process")
+    defaulted = (
+        "num_processes",
+        "num_machines",
+        "mixed_precision",
+        "dynamo_backend",
+        "num_cpu_threads_per_process",
+    )
     assert [getattr(options, name) for name in defaulted] == [1, 1, "no", "no", 4]
 
 
@@ -116,7 +145,9 @@ FAILED = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="none")
     ],
     ids=["SIGTERM", "an error", "Ctrl-C in a worker", "an exit code", "Ctrl-C"],
 )
-def test_the_exit_code_says_how_the_launcher_ended(launched, monkeypatch, ended_by, interrupted, code):
+def test_the_exit_code_says_how_the_launcher_ended(
+    launched, monkeypatch, ended_by, interrupted, code
+):
     monkeypatch.chdir(ROOT)
 
     def ends(options) -> None:
@@ -144,9 +175,13 @@ def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(tmp_path):
+def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(
+    tmp_path,
+):
     model = make_model(tmp_path / "model")
-    run = Run(tmp_path / "out", model, flags=("--max_steps", "100000"), terminal=True, env=FORKED_ENGINES)
+    run = Run(
+        tmp_path / "out", model, flags=("--max_steps", "100000"), terminal=True, env=FORKED_ENGINES
+    )
     settings = run.command[run.command.index("--config") + 1 :]
     run.command = [sys.executable, "-m", "trl_atropos.cli", "train", *settings]
     with run:
@@ -158,10 +193,12 @@ def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_
         assert "Traceback" not in run.output[before:]
 
 
-# ---------------------------------------------------------------------------------------------------------------- init
+# --------------------------------------------------------------------------------------------- init
 
 
-def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(tmp_path, monkeypatch, capsys):
+def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     commands.init(["tasks/mine"])
     folder = tmp_path / "tasks/mine"
@@ -173,14 +210,26 @@ def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(tmp
     assert len((folder / "README.md").read_text().splitlines()) == 5
     texts = [path.read_text() for path in folder.iterdir() if path.is_file()]
     assert not any(
-        word in text for text in texts for word in ("recipes/", "runs/quickstart", "own-environment", "docs/")
+        word in text
+        for text in texts
+        for word in ("recipes/", "runs/quickstart", "own-environment", "docs/")
     )
     for name in ("cpu.yaml", "colocate.yaml"):
-        recipe = parse(["--config", f"tasks/mine/{name}", "--model_name_or_path", "m", "--use_cpu", "true"])
-        assert [(spec.path, spec.name) for spec in recipe.environments] == [("tasks/mine/environment.py", "mine")]
-        assert recipe.training.output_dir == {"cpu.yaml": "runs/mine-cpu", "colocate.yaml": "runs/mine"}[name]
+        recipe = parse(
+            ["--config", f"tasks/mine/{name}", "--model_name_or_path", "m", "--use_cpu", "true"]
+        )
+        assert [(spec.path, spec.name) for spec in recipe.environments] == [
+            ("tasks/mine/environment.py", "mine")
+        ]
+        assert (
+            recipe.training.output_dir
+            == {"cpu.yaml": "runs/mine-cpu", "colocate.yaml": "runs/mine"}[name]
+        )
         assert f"#   trl-atropos train tasks/mine/{name}\n" in (folder / name).read_text()
-    assert yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"] == "tasks/mine/model"
+    assert (
+        yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"]
+        == "tasks/mine/model"
+    )
     assert "Next: read tasks/mine/README.md" in capsys.readouterr().out
 
 
@@ -203,7 +252,9 @@ def test_nothing_is_written_over_and_no_name_breaks_a_recipe(name, told, tmp_pat
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
-@pytest.mark.parametrize("command", ["", "train", "check", "try", "init", "serve", "report", "slurm", "bench"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "check", "try", "init", "serve", "report", "slurm", "bench"]
+)
 def test_help_fits_eighty_columns(command, tmp_path):
     done = trl_atropos(*filter(None, [command]), "--help", cwd=tmp_path)
     assert done.returncode == 0

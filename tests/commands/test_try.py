@@ -27,7 +27,14 @@ def recipe(tiny_model, tmp_path, monkeypatch):
     """A recipe whose server is not there: nothing is known of versions."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "80")
-    argv = ["--config", QUICKSTART, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
+    argv = [
+        "--config",
+        QUICKSTART,
+        "--model_name_or_path",
+        str(tiny_model),
+        "--output_dir",
+        str(tmp_path),
+    ]
     return parse([*argv, "--use_cpu", "true", "--vllm_server_base_url", free_urls(1)[0]])
 
 
@@ -51,7 +58,9 @@ def test_a_group_is_shown_rollout_by_rollout_at_the_width_of_the_terminal(recipe
     assert any(re.fullmatch(r"\nprompt, \d+ tokens:", line) for line in lines)
     assert max(map(len, lines)) <= 80
     text = " ".join(lines)
-    assert "Scores from 0 to 0.5, mean 0.25." in text and lines[-1] == "A run would train on 8 of 8."
+    assert (
+        "Scores from 0 to 0.5, mean 0.25." in text and lines[-1] == "A run would train on 8 of 8."
+    )
     assert "8 are not known to the server" in text
 
 
@@ -59,7 +68,9 @@ def test_completion_that_ends_by_a_second_end_token_is_not_truncated(recipe, tin
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [config["eos_token_id"], 65]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps(config | {"eos_token_id": [config["eos_token_id"], 65]})
+    )
     line = sent(tiny_model)
     for last, place in ((65, 1), (66, 2)):
         for name in ("tokens", "masks"):
@@ -88,11 +99,19 @@ def test_end_token_that_stands_twice_between_turns_is_pointed_at(recipe, tiny_mo
     [
         ({"item": 0, "groups": []}, "'quickstart' sent no group. Its `collect_trajectories` or"),
         (
-            {"item": 0, "error": "KeyError: 'w'", "place": f"{ROOT}/my/e.py:7 in score", "traceback": "Traceback\n"},
+            {
+                "item": 0,
+                "error": "KeyError: 'w'",
+                "place": f"{ROOT}/my/e.py:7 in score",
+                "traceback": "Traceback\n",
+            },
             r"Environment 'quickstart' failed: KeyError: 'w' \(my/e.py:7 in score\)\.",
         ),
         ({"scores": [1.0]}, "A run would drop this group .* scores has 1 entries for 8 rollouts"),
-        ({"generation_params": {"temperature": 0.5}}, "environment quickstart sampled at temperature 0.5"),
+        (
+            {"generation_params": {"temperature": 0.5}},
+            "environment quickstart sampled at temperature 0.5",
+        ),
         ({"size": 6}, "Groups of 6 do not fill a generation batch of 64 rollouts"),
     ],
 )
@@ -109,7 +128,9 @@ def test_a_group_without_variance_teaches_nothing(recipe, tiny_model):
     assert told not in " ".join(shown(recipe, sent(tiny_model, **one_is_supervised)))
 
 
-def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once(recipe, tiny_model):
+def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once(
+    recipe, tiny_model
+):
     line = sent(tiny_model)
     (group,) = line["groups"]
     group["inference_logprobs"][1] = [1.0] * len(group["tokens"][1])  # none is known
@@ -149,21 +170,30 @@ def test_a_group_counts_when_it_is_written_as_a_whole(tmp_path):
 
 def test_an_environment_that_cannot_start_is_told_by_its_own_traceback(recipe, tmp_path):
     log = tmp_path / "e.log"
-    log.write_text("loading\nTraceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'y'\n")
+    log.write_text(
+        "loading\nTraceback (most recent call last):\n  File x\nModuleNotFoundError: No module "
+        "named 'y'\n"
+    )
     lines = []
     with pytest.raises(RolloutError, match="'quickstart' ended before its first group"):
         lines.extend(rehearsal._shown(recipe, recipe.environments[0], None, log, 1.0))
-    assert lines[1] == "Traceback (most recent call last):" and lines[-2] == "ModuleNotFoundError: No module named 'y'"
+    assert (
+        lines[1] == "Traceback (most recent call last):"
+        and lines[-2] == "ModuleNotFoundError: No module named 'y'"
+    )
 
 
 def test_without_a_server_it_says_how_to_start_one(recipe):
     with pytest.raises(
-        ServiceError, match=r"No server answers at http.* Start it with `trl-atropos serve .* --vllm_mode"
+        ServiceError,
+        match=r"No server answers at http.* Start it with `trl-atropos serve .* --vllm_mode",
     ):
         rehearsal._require_servers(recipe)
 
 
-@pytest.mark.parametrize("words", [["RECIPE", "--num_processes", "1"], ["--num_processes", "1", "RECIPE"]])
+@pytest.mark.parametrize(
+    "words", [["RECIPE", "--num_processes", "1"], ["--num_processes", "1", "RECIPE"]]
+)
 def test_the_variables_of_the_recipe_are_set_wherever_it_stands(words, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
@@ -174,7 +204,10 @@ rehearsal.main = lambda launcher, settings: print(os.environ.get("TRL_ATROPOS_TE
 sys.argv = ["trl-atropos", "try", *sys.argv[1:]]
 cli.main()"""
     words = [word.replace("RECIPE", str(path)) for word in words]
-    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True).stdout == "heeded\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True).stdout
+        == "heeded\n"
+    )
 
 
 @pytest.mark.server
@@ -183,15 +216,31 @@ def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(t
     """With the server of the recipe, which is gone afterwards."""
     script = (ROOT / "recipes/quickstart/environment.py").read_text()
     broken = tmp_path / "broken.py"
-    broken.write_text(script.replace('score(item["prompt"], choice', 'score(item["weight"], choice'))
+    broken.write_text(
+        script.replace('score(item["prompt"], choice', 'score(item["weight"], choice')
+    )
     model, url = make_model(tmp_path / "model"), free_urls(1)[0]
     settings = yaml.safe_load((ROOT / QUICKSTART).read_text())
     settings |= {"environments": [str(ROOT / "recipes/quickstart/environment.py"), str(broken)]}
-    settings |= {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "vllm_server_base_url": url}
+    settings |= {
+        "model_name_or_path": str(model),
+        "output_dir": str(tmp_path / "out"),
+        "vllm_server_base_url": url,
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "trl_atropos.cli", "try", "--num_processes", "1", "recipe.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "trl_atropos.cli",
+        "try",
+        "--num_processes",
+        "1",
+        "recipe.yaml",
+    ]
     env = os.environ | FORKED_ENGINES | {"COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+    )
     print(done.stdout, done.stderr)
     assert done.returncode == 1
     good, _, bad = done.stdout.partition("A run would train on 8 of 8.")

@@ -1,4 +1,5 @@
-"""The front of `vllm_mode: restart` with a real engine behind it: what environments see while that is away."""
+"""The front of `vllm_mode: restart` with a real engine behind it: what environments see while that
+is away."""
 
 import json
 import os
@@ -38,7 +39,16 @@ NEW_VERSION = 7
 
 
 def front_command(model: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--vllm_mode", "restart", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "trl_atropos.server.launch",
+        model,
+        "--vllm_mode",
+        "restart",
+        "--port",
+        str(port),
+    ]
     command += ["--drain_timeout", str(DRAIN_TIMEOUT), "--max-model-len", str(MAX_MODEL_LEN)]
     return command + (["--gpu-memory-utilization", "0.1"] if torch.cuda.is_available() else [])
 
@@ -51,7 +61,10 @@ def models(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def references(models) -> dict[str, torch.nn.Module]:
-    return {model: AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for model in models}
+    return {
+        model: AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        for model in models
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,9 @@ def front(models, tmp_path_factory) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}"
     with Services(tmp_path_factory.mktemp("front_logs")) as services:
         environment = {**ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
-        services.start("front", front_command(models[0], port), env=environment, health_url=f"{url}/health")
+        services.start(
+            "front", front_command(models[0], port), env=environment, health_url=f"{url}/health"
+        )
         services.wait_healthy("front", START_WITHIN)
         (api,) = psutil.Process(services.running()[0].guard.pid).children()
         yield Server(url, token, models[0], api)
@@ -69,7 +84,9 @@ def front(models, tmp_path_factory) -> Iterator[Server]:
 @contextmanager
 def lease(server) -> Iterator[None]:
     """The trainer's lease; its end is the trainer's death, as the kernel shows it to the server."""
-    reply = requests.post(f"{server.url}/trl_atropos/lease", headers=authorization(server), stream=True, timeout=30)
+    reply = requests.post(
+        f"{server.url}/trl_atropos/lease", headers=authorization(server), stream=True, timeout=30
+    )
     assert reply.status_code == 200, reply.text
     try:
         yield
@@ -92,7 +109,12 @@ def info(server) -> dict:
 
 
 def sample(server, num_tokens: int = 6, **fields) -> requests.Response:
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "max_tokens": num_tokens, "ignore_eos": True}
+    body = {
+        "prompt": {"prompt_token_ids": PROMPT},
+        "logprobs": 0,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+    }
     return requests.post(f"{server.url}/generate", json={**body, **fields}, timeout=START_WITHIN)
 
 
@@ -147,7 +169,9 @@ class Call(threading.Thread):
 class Publish:
     """One publish onto the second model under load, and what every client got."""
 
-    replies: dict[str, list[requests.Response]] = field(default_factory=lambda: {"sample": [], "complete": []})
+    replies: dict[str, list[requests.Response]] = field(
+        default_factory=lambda: {"sample": [], "complete": []}
+    )
     in_flight: Call | None = None  # a request that the pause met
     health: set[int] = field(default_factory=set)
     infos: list[dict] = field(default_factory=list)
@@ -179,7 +203,10 @@ def publish(front, models) -> Publish:
     wait_for(lambda: all(publish.replies.values()) and publish.infos, "replies of every kind")
     with lease(front):
         publish.in_flight = Call(lambda: sample(front, num_tokens=400))
-        wait_for(lambda: front.metric("num_requests_running") == 3, "this request to begin beside the other two")
+        wait_for(
+            lambda: front.metric("num_requests_running") == 3,
+            "this request to begin beside the other two",
+        )
         publish.paused_from = time.monotonic()
         assert front.control("POST", "/pause", {"clear_cache": True}).status_code == 200
         publish.paused_at = time.monotonic()
@@ -215,7 +242,9 @@ def test_every_answer_comes_from_the_weights_that_its_version_names(publish, mod
     model_of = {"0-0": models[0], f"{NEW_VERSION}-{NEW_VERSION}": models[1]}
     versions = [reply.headers["x-policy-version"] for reply in publish.replies["sample"]]
     first_new = versions.index(f"{NEW_VERSION}-{NEW_VERSION}")
-    assert versions == ["0-0"] * first_new + [f"{NEW_VERSION}-{NEW_VERSION}"] * (len(versions) - first_new)
+    assert versions == ["0-0"] * first_new + [f"{NEW_VERSION}-{NEW_VERSION}"] * (
+        len(versions) - first_new
+    )
     for reply in publish.replies["sample"][max(0, first_new - 10) : first_new + 10]:
         for model, reference in references.items():
             right = model == model_of[reply.headers["x-policy-version"]]
@@ -274,12 +303,19 @@ def test_a_checkpoint_that_cannot_be_served_is_named_and_the_last_one_is_served_
         assert f"is back on {before['model']}" in reply.json()["error"]
         assert "SafetensorError" in reply.json()["error"]  # the reason in the engine's log
         assert held.is_alive()
-        assert front.control("POST", "/resume", {"policy_version": before["policy_version"]}).status_code == 200
+        assert (
+            front.control(
+                "POST", "/resume", {"policy_version": before["policy_version"]}
+            ).status_code
+            == 200
+        )
     assert held.result().status_code == 200
     assert error_against(references[before["model"]], held.result()) < 1e-4
 
 
-def test_a_trainer_that_dies_in_a_restart_leaves_the_last_version_to_the_clients(front, models, references):
+def test_a_trainer_that_dies_in_a_restart_leaves_the_last_version_to_the_clients(
+    front, models, references
+):
     before = info(front)
     other = next(model for model in models if model != before["model"])
     with lease(front):
@@ -290,7 +326,10 @@ def test_a_trainer_that_dies_in_a_restart_leaves_the_last_version_to_the_clients
         assert held.is_alive()
     reply = held.result()
     assert reply.status_code == 200
-    assert reply.headers["x-policy-version"] == f"{before['policy_version']}-{before['policy_version']}"
+    assert (
+        reply.headers["x-policy-version"]
+        == f"{before['policy_version']}-{before['policy_version']}"
+    )
     assert error_against(references[before["model"]], reply) < 1e-4
     assert info(front) == before
 
@@ -324,14 +363,20 @@ def test_a_pause_gives_up_on_requests_that_do_not_end_and_lets_all_go_on(front):
             time.sleep(0.5)
             reply = front.control("POST", "/pause")
             assert reply.status_code == 409
-            assert f"1 requests were still in flight after {DRAIN_TIMEOUT:g} s" in reply.json()["error"]
+            assert (
+                f"1 requests were still in flight after {DRAIN_TIMEOUT:g} s"
+                in reply.json()["error"]
+            )
             assert not info(front)["paused"]
         assert sample(front).status_code == 200
-        assert front.control("POST", "/pause").status_code == 200  # a client that went away is waited for no more
+        # a client that went away is waited for no more
+        assert front.control("POST", "/pause").status_code == 200
         front.control("POST", "/resume", {"policy_version": info(front)["policy_version"]})
 
 
-@pytest.mark.parametrize("route", ["/info", "/lease", "/pause", "/restart", "/resume", "/attach", "/anything"])
+@pytest.mark.parametrize(
+    "route", ["/info", "/lease", "/pause", "/restart", "/resume", "/attach", "/anything"]
+)
 def test_control_routes_need_the_token(front, route):
     for method in ("GET", "POST"):
         assert front.control(method, route, token="wrong").status_code == 401
@@ -357,18 +402,27 @@ def test_what_a_trainer_gets_wrong_is_refused_with_the_reason(front, models, tmp
     assert info(front)["refusals"]  # whoever would share its memory is told before
     with lease(front):
         front.control("POST", "/pause")
-        refused(409, "/restart", {"model": str(tmp_path)}, f"{tmp_path} is not the folder of a model")
+        refused(
+            409, "/restart", {"model": str(tmp_path)}, f"{tmp_path} is not the folder of a model"
+        )
 
 
 @pytest.fixture
-def doomed(models, tmp_path) -> Iterator[tuple[Server, subprocess.Popen, list[psutil.Process], Path]]:
-    """A front to be ended, outside of any guard; with every process behind it: the engine's guard comes first."""
+def doomed(
+    models, tmp_path
+) -> Iterator[tuple[Server, subprocess.Popen, list[psutil.Process], Path]]:
+    """A front to be ended, outside of any guard; with every process behind it: the engine's guard
+    comes first."""
     port, token, log = free_port(), uuid.uuid4().hex, tmp_path / "front.log"
     server = Server(f"http://127.0.0.1:{port}", token, models[0])
     environment = {**os.environ, **ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
-            front_command(models[0], port), env=environment, stderr=stderr, stdout=stderr, start_new_session=True
+            front_command(models[0], port),
+            env=environment,
+            stderr=stderr,
+            stdout=stderr,
+            start_new_session=True,
         )
     try:
         assert sample(retried(server)).status_code == 200  # held until the engine is there
@@ -378,7 +432,8 @@ def doomed(models, tmp_path) -> Iterator[tuple[Server, subprocess.Popen, list[ps
         process.kill()
         process.wait()
         (engine_log,) = re.findall(r"log: (\S+/engine\.log)", log.read_text())
-        shutil.rmtree(Path(engine_log).parent, ignore_errors=True)  # it stays where the front did not end in order
+        # it stays where the front did not end in order
+        shutil.rmtree(Path(engine_log).parent, ignore_errors=True)
 
 
 def retried(server: Server) -> Server:
@@ -393,7 +448,9 @@ def retried(server: Server) -> Server:
 
 
 def assert_gone(processes: list[psutil.Process], since: float) -> None:
-    _gone, left = psutil.wait_procs(processes, timeout=max(0.0, since + GONE_WITHIN - time.monotonic()))
+    _gone, left = psutil.wait_procs(
+        processes, timeout=max(0.0, since + GONE_WITHIN - time.monotonic())
+    )
     assert left == []
 
 
@@ -410,7 +467,8 @@ def test_an_engine_that_dies_is_reported_and_ends_the_front(doomed):
     assert (late := complete(server)).status_code == 503 and "exit code 137" in late.json()["error"]
     assert requests.get(f"{server.url}/health", timeout=10).status_code == 503
     assert "exit code 137" in server.control("GET", "/info").json()["error"]
-    assert process.wait(GONE_WITHIN) == 128 + signal.SIGKILL  # by which a run tells the signal, and asks for memory
+    # by which a run tells the signal, and asks for memory
+    assert process.wait(GONE_WITHIN) == 128 + signal.SIGKILL
     assert_gone(behind, began)
     assert "trl-atropos serve: engine ended with exit code 137 (SIGKILL)" in log.read_text()
 
@@ -433,7 +491,7 @@ def test_sigterm_ends_everything_whatever_is_held_or_in_flight(doomed):
         assert_gone(behind, began)
 
 
-@pytest.mark.full  # `tests/test_guard.py` has others that do not
+@pytest.mark.full  # `tests/services/test_guard.py` has others that do not
 def test_an_engine_does_not_outlive_a_front_that_is_killed(doomed):
     _server, process, behind, _log = doomed
     began = time.monotonic()

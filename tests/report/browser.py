@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over its DevTools protocol: nothing is downloaded, and no driver is needed."""
+"""A headless Chromium, driven over its DevTools protocol: nothing is downloaded, and no driver is
+needed."""
 
 import base64
 import json
@@ -28,24 +29,43 @@ class Browser:
 
     def __init__(self, program: str):
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
-        command += ["--remote-debugging-port=0", f"--user-data-dir={self._profile.name}", "about:blank"]
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+        ]
+        command += [
+            "--remote-debugging-port=0",
+            f"--user-data-dir={self._profile.name}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        told, deadline = Path(self._profile.name, "DevToolsActivePort"), time.monotonic() + STARTS_WITHIN
+        told, deadline = (
+            Path(self._profile.name, "DevToolsActivePort"),
+            time.monotonic() + STARTS_WITHIN,
+        )
         while not (told.exists() and told.read_text().count("\n")):
             assert self._process.poll() is None, f"{program} ended with {self._process.returncode}"
-            assert time.monotonic() < deadline, f"{program} opened no debugging port within {STARTS_WITHIN:.0f} s"
+            assert time.monotonic() < deadline, (
+                f"{program} opened no debugging port within {STARTS_WITHIN:.0f} s"
+            )
             time.sleep(0.05)
         self._root = f"http://127.0.0.1:{told.read_text().splitlines()[0]}"
 
     def page(self) -> "Page":
-        with urlopen(Request(f"{self._root}/json/new?about:blank", method="PUT"), timeout=ANSWERS_WITHIN) as answer:
+        with urlopen(
+            Request(f"{self._root}/json/new?about:blank", method="PUT"), timeout=ANSWERS_WITHIN
+        ) as answer:
             return Page(json.load(answer)["webSocketDebuggerUrl"])
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)  # Debian's `chromium` is a script that starts it
+        # Debian's `chromium` is a script that starts it
+        os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait(ANSWERS_WITHIN)
         self._profile.cleanup()
 
@@ -83,7 +103,9 @@ class Page:
 
     def evaluate(self, script: str) -> Any:
         """The value of the expression, awaited if it is a promise."""
-        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
@@ -91,7 +113,9 @@ class Page:
         """Until the expression is true. Returns its value."""
         deadline = time.monotonic() + ANSWERS_WITHIN
         while not (value := self.evaluate(script)):
-            assert time.monotonic() < deadline, f"not within {ANSWERS_WITHIN:.0f} s: {script}; {self.errors}"
+            assert time.monotonic() < deadline, (
+                f"not within {ANSWERS_WITHIN:.0f} s: {script}; {self.errors}"
+            )
             time.sleep(0.02)
         return value
 
@@ -105,23 +129,37 @@ class Page:
 
     def resize(self, width: int, height: int) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
         )
 
     def prefer(self, theme: str) -> None:
         """What the system says, `light` or `dark`."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": theme}],
+        )
 
     def press(self, key: str, code: int) -> None:
         for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of what the selector finds, which must be in reach of it."""
+        """With the mouse, in the middle of what the selector finds, which must be in reach of
+        it."""
         found = json.dumps(selector)
-        self.evaluate(f"document.querySelector({found}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.evaluate(
+            f"document.querySelector({found}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
         box = f"document.querySelector({found}).getBoundingClientRect()"
-        x, y = self.evaluate(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2]; }})()")
+        x, y = self.evaluate(
+            f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2]; }})()"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

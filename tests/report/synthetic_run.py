@@ -1,5 +1,5 @@
-"""The folder of a run of any size, written by the code that writes it in a run: `RunLog`, `Health`, `Spool` and
-`TrainerLogprobs`.
+"""The folder of a run of any size, written by the code that writes it in a run: `RunLog`, `Health`,
+`Spool` and `TrainerLogprobs`.
 
 python -m tests.report.synthetic_run FOLDER [--steps 1000]
 """
@@ -18,8 +18,8 @@ from trl_atropos import AtroposGRPOConfig
 from trl_atropos.metrics.health import Health
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
-from trl_atropos.rollouts.selection import Books
-from trl_atropos.rollouts.spool import Part, Region, Spool, TrainerLogprobs
+from trl_atropos.rollouts.selection import Accounting
+from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool, TrainerLogprobs
 from trl_atropos.services.evaluations import Result
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step
@@ -28,10 +28,12 @@ HOSTILE = "</script><script>window.hacked = true</script><img src=x onerror='win
 TASKS = ("Say the first letter: ", "Count to three. ", "Grüße an 東京! ")
 
 
-def make_run(folder: Path, steps: int, *, end: bool = True, every: int = 1, name: str = "synthetic") -> Path:
+def make_run(
+    folder: Path, steps: int, *, end: bool = True, every: int = 1, name: str = "synthetic"
+) -> Path:
     """
-    A run that learned for `steps` steps on two environments, the second with two turns. The last batch is on disk and
-    waits.
+    A run that learned for `steps` steps on two environments, the second with two turns. The last
+    batch is on disk and waits.
 
     Args:
         end: whether it came to its end.
@@ -39,22 +41,27 @@ def make_run(folder: Path, steps: int, *, end: bool = True, every: int = 1, name
     """
     rng = np.random.default_rng(0)
     config = AtroposGRPOConfig(
-        output_dir=str(folder), max_steps=steps, run_name=name, use_cpu=True, bf16=False, report_to="none"
+        output_dir=str(folder),
+        max_steps=steps,
+        run_name=name,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
     )
     state, log = TrainerState(max_steps=steps), RunLog(folder, {"model_name_or_path": HOSTILE})
     model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=None))
     log.on_train_begin(config, state, None, model=model, processing_class=_tokenizer())
-    spool, health, books = Spool(folder / "rollouts", 1e12), Health({}, ()), Books()
+    spool, health, books = Spool(folder / "rollouts", 1e12), Health({}, ()), Accounting()
     trainer = TrainerLogprobs(spool.folder)
     for step in range(steps + 1):
         first = [step * 64 + group * GROUP for group in range(GROUPS)]
         rows = [row for number in first for row in _group(rng, step, steps, number)]
-        region = Region("synthetic", step, step * 64, 64, 1, 0)
+        region = Delivery("synthetic", step, step * 64, 64, 1, 0)
         if step % max(1, steps // 3) == 0:  # it ends when training is already at the next step
             log.evaluation(found := _evaluation(step, steps))
             log.on_log(config, TrainerState(global_step=step), None, logs=found.logs())
             log.evaluation(_graded_evaluation(step, steps))
-        spool.append(Part(step * 64, 64, region, {}, 0, PATH, max(0, step - 1)), rows)
+        spool.append(FileHeader(step * 64, 64, region, {}, 0, PATH, max(0, step - 1)), rows)
         if step == steps:
             break
         books.trained += 64
@@ -83,7 +90,11 @@ def _ids(text: str) -> np.ndarray:
 def _group(rng: np.random.Generator, step: int, steps: int, number: int) -> list[Rollout]:
     environment = number // GROUP % 2
     progress = step / max(1, steps)
-    scores = np.clip(rng.normal(progress * (0.9 - 0.3 * environment), 0.15, GROUP), 0, 1).round(3).tolist()
+    scores = (
+        np.clip(rng.normal(progress * (0.9 - 0.3 * environment), 0.15, GROUP), 0, 1)
+        .round(3)
+        .tolist()
+    )
     mean, std = group_statistics(scores)
     prompt = np.concatenate([_ids(TASKS[number % len(TASKS)]), rng.choice(_ids("0123456789"), 5)])
     return [
@@ -112,16 +123,32 @@ def _completion(rng: np.random.Generator, environment: int) -> dict[str, np.ndar
     ids = np.concatenate([said, told, after])
     mask = np.repeat([True, False, True], [len(said), len(told), len(after)])
     logprobs = np.where(mask, -rng.exponential(1.2, len(ids)), np.nan).astype(np.float32)
-    advantages = rng.normal(0, 1, len(ids)).astype(np.float32) if environment and rng.random() < 0.2 else None
-    return {"completion_ids": ids, "mask": mask, "logprobs": logprobs, "token_advantages": advantages}
+    advantages = (
+        rng.normal(0, 1, len(ids)).astype(np.float32)
+        if environment and rng.random() < 0.2
+        else None
+    )
+    return {
+        "completion_ids": ids,
+        "mask": mask,
+        "logprobs": logprobs,
+        "token_advantages": advantages,
+    }
 
 
 def _evaluation(step: int, steps: int) -> Result:
     share = 0.1 + 0.6 * step / steps
-    found = {"pass@1": share, "pass@1_low": share - 0.05, "pass@1_high": share + 0.1, "pass@4": share + 0.2}
+    found = {
+        "pass@1": share,
+        "pass@1_low": share - 0.05,
+        "pass@1_high": share + 0.1,
+        "pass@4": share + 0.2,
+    }
     if step:
         found |= {"gain": share - 0.1, "gain_low": share - 0.2, "gain_high": share}
-    return Result("held_out", step, found | {"problems": 50, "failed": 0}, (step, min(step + 1, steps)), 2.0)
+    return Result(
+        "held_out", step, found | {"problems": 50, "failed": 0}, (step, min(step + 1, steps)), 2.0
+    )
 
 
 def _graded_evaluation(step: int, steps: int) -> Result:
@@ -132,16 +159,21 @@ def _graded_evaluation(step: int, steps: int) -> Result:
     if step:
         found |= {"gain": 0.0, "gain_low": 0.0, "gain_high": 0.0}
         found |= {"mean_gain": mean - 0.01, "mean_gain_low": mean - 0.02, "mean_gain_high": mean}
-    return Result("partial", step, found | {"problems": 50, "failed": 0}, (step, step), 2.0, passes_above=0.9)
+    return Result(
+        "partial", step, found | {"problems": 50, "failed": 0}, (step, step), 2.0, passes_above=0.9
+    )
 
 
 def _scored(rows: list[Rollout], step: int) -> np.ndarray:
-    """What the trainer makes of rows, padded as in a run: near the sampler, on a token here and there far from it."""
+    """What the trainer makes of rows, padded as in a run: near the sampler, on a token here and
+    there far from it."""
     rng = np.random.default_rng(step)
     values = np.full((len(rows), max(len(row.logprobs) for row in rows)), np.nan, np.float32)
     for own, row in zip(values, rows):
         n = len(row.logprobs)
-        own[:n] = row.logprobs + rng.normal(0, 0.02, n) - (rng.random(n) < 0.03) * rng.exponential(0.6, n)
+        own[:n] = (
+            row.logprobs + rng.normal(0, 0.02, n) - (rng.random(n) < 0.03) * rng.exponential(0.6, n)
+        )
     return values
 
 
@@ -176,7 +208,9 @@ def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Rollout]) 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()

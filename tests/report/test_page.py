@@ -1,4 +1,5 @@
-"""`trl-atropos report` in a real browser: what a person does with the page, and that nothing complains."""
+"""`trl-atropos report` in a real browser: what a person does with the page, and that nothing
+complains."""
 
 import re
 import shutil
@@ -14,13 +15,15 @@ from trl_atropos.report.run_log import portable
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None,
-    reason="no Chromium on this machine: `apt-get install chromium-headless-shell` (or chromium) to run these",
+    reason="no Chromium on this machine: `apt-get install chromium-headless-shell` (or chromium) "
+    "to run these",
 )
 STEPS, LARGE = 30, 1000
 READING = "document.querySelector('.token-reading').textContent"
 MODES = "document.querySelector('#detail .modes').textContent"
 COUNT = "document.getElementById('count').textContent"
-# How long a browser takes for some text and arithmetic, in milliseconds: here and now, and where nothing else runs.
+# How long a browser takes for some text and arithmetic, in milliseconds: here and now, and where
+# nothing else runs.
 WORK = """(() => {
     const began = performance.now();
     let sum = 0;
@@ -55,7 +58,8 @@ def report(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def page(browser: Browser, report: Path) -> Iterator[Page]:
-    """The report, opened wide. Fails the test if anything complained, or asked for anything else than the file."""
+    """The report, opened wide. Fails the test if anything complained, or asked for anything else
+    than the file."""
     page = browser.page()
     page.resize(1440, 900)
     page.open(report)
@@ -69,17 +73,28 @@ def page(browser: Browser, report: Path) -> Iterator[Page]:
 def test_curves_of_everything_that_was_logged_are_drawn_with_one_for_each_environment(page):
     titles = page.evaluate(texts_of("#curves .chart figcaption strong"))
     assert titles[:2] == ["Reward", "Evaluation held_out"]
-    for part in ("Where the time went", "Completion length", "Staleness", "Trainer–sampler gap", "Publish"):
+    for part in (
+        "Where the time went",
+        "Completion length",
+        "Staleness",
+        "Trainer–sampler gap",
+        "Publish",
+    ):
         assert any(title.startswith(part) for title in titles), part
     thin, thick = (
-        f"document.querySelectorAll('#progress figure:first-child path[stroke-width=\"{width}\"]').length"
+        "document.querySelectorAll('#progress figure:first-child "
+        f'path[stroke-width="{width}"]\').length'
         for width in (1, 3)
     )
-    assert page.evaluate(f"[{thin}, {thick}]") == [2, 2]  # of each environment every batch, and a running mean
+    # of each environment every batch, and a running mean
+    assert page.evaluate(f"[{thin}, {thick}]") == [2, 2]
     units = page.evaluate(texts_of("#curves .chart svg text:nth-last-of-type(2)"))
-    assert {"mean score", "share", "seconds per step", "tokens", "optimizer steps", "nats"} <= set(units)
+    assert {"mean score", "share", "seconds per step", "tokens", "optimizer steps", "nats"} <= set(
+        units
+    )
     assert page.evaluate("document.querySelectorAll('#charts svg path').length") > 15
-    assert "(51 %)" in page.evaluate("document.getElementById('charts').textContent")  # forward_backward
+    # forward_backward
+    assert "(51 %)" in page.evaluate("document.getElementById('charts').textContent")
 
 
 def test_a_curve_is_read_by_keyboard(page):
@@ -146,7 +161,10 @@ def test_turns_are_apart_and_masked_tokens_grey(page):
 def test_tokens_are_coloured_by_advantage_or_by_log_probability(page):
     page.fill("environment", "is environment 0")
     page.fill("step_from", "5")
-    colors = "[...document.querySelectorAll('.part.sampled .t')].map((each) => getComputedStyle(each).backgroundColor)"
+    colors = (
+        "[...document.querySelectorAll('.part.sampled .t')].map((each) => "
+        "getComputedStyle(each).backgroundColor)"
+    )
     colors = f"new Set({colors}).size"
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
@@ -165,9 +183,15 @@ def test_tokens_are_coloured_by_the_gap_between_trainer_and_sampler(page):
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     page.click("#detail input[value=gap]")
-    colors = "[...document.querySelectorAll('.part.sampled .t')].map((each) => getComputedStyle(each).backgroundColor)"
+    colors = (
+        "[...document.querySelectorAll('.part.sampled .t')].map((each) => "
+        "getComputedStyle(each).backgroundColor)"
+    )
     assert page.evaluate(f"new Set({colors}).size") > 5
-    chosen = "[...document.querySelectorAll('.part.sampled .t')].findIndex((each) => each.style.backgroundColor)"
+    chosen = (
+        "[...document.querySelectorAll('.part.sampled .t')].findIndex((each) => "
+        "each.style.backgroundColor)"
+    )
     page.evaluate(
         f"document.querySelectorAll('.part.sampled .t')[{chosen}]"
         ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
@@ -185,7 +209,9 @@ def test_a_rollout_that_was_not_trained_has_no_gap_and_the_page_says_so(page):
     assert "Not known for this rollout: it was not trained" in page.evaluate(MODES)
 
 
-@pytest.mark.parametrize(("view", "sort"), [("rollouts", "gap"), ("rollouts", "gap_max"), ("groups", "gap")])
+@pytest.mark.parametrize(
+    ("view", "sort"), [("rollouts", "gap"), ("rollouts", "gap_max"), ("groups", "gap")]
+)
 def test_rollouts_and_groups_are_sorted_by_gap_and_the_list_shows_it(page, view, sort):
     page.fill("view", view)
     page.fill("sort", sort)
@@ -208,10 +234,14 @@ def test_where_no_gap_is_known_the_page_says_why_and_offers_none(browser, tmp_pa
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     assert page.evaluate("document.querySelector('#detail input[value=gap]').disabled")
-    assert "No trainer–sampler gap: the trainer's log-probabilities are not in this run's folder" in (
-        page.evaluate(MODES)
+    assert (
+        "No trainer–sampler gap: the trainer's log-probabilities are not in this run's folder"
+        in (page.evaluate(MODES))
     )
-    assert page.evaluate("document.querySelectorAll('#filters option[value^=gap]:disabled').length") == 2
+    assert (
+        page.evaluate("document.querySelectorAll('#filters option[value^=gap]:disabled').length")
+        == 2
+    )
     assert page.errors == []
     page.close()
 
@@ -239,7 +269,9 @@ def test_hostile_text_is_shown_and_not_run(page):
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .messages")
     for place in (".part.context", ".messages pre", "#setting-tables"):
-        assert "window.hacked = true" in page.evaluate(f"document.querySelector('{place}').textContent"), place
+        assert "window.hacked = true" in page.evaluate(
+            f"document.querySelector('{place}').textContent"
+        ), place
     assert page.evaluate("window.hacked === undefined && document.images.length === 0")
 
 
@@ -263,22 +295,34 @@ def test_nothing_is_wider_than_the_window_or_hidden_by_the_header(page, width, t
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate("document.querySelector('#progress svg').getBoundingClientRect().right") <= width
+    assert (
+        page.evaluate("document.querySelector('#progress svg').getBoundingClientRect().right")
+        <= width
+    )
     box = "document.querySelector('{}').getBoundingClientRect()"
     for section in ("curves", "rollouts"):
         page.click(f"nav [href='#{section}']")
-        top, header = page.evaluate(f"[{box.format(f'#{section}-title')}.top, {box.format('header')}.bottom]")
+        top, header = page.evaluate(
+            f"[{box.format(f'#{section}-title')}.top, {box.format('header')}.bottom]"
+        )
         assert max(0, header) <= top < 450, section
 
 
 def test_the_run_is_told_at_first_glance(page):
-    tiles = page.evaluate("[...document.querySelectorAll('#tiles div')].map((tile) => tile.innerText.split('\\n'))")
+    tiles = page.evaluate(
+        "[...document.querySelectorAll('#tiles div')].map((tile) => tile.innerText.split('\\n'))"
+    )
     tiles = {name: values for name, *values in tiles}
     assert (tiles["Model"], tiles["Trained on"]) == ([portable(HOSTILE)], ["CPU"])
     assert tiles["Environments"] == ["environment 0, tools"]
     assert tiles["Tokens per second, trained"] == ["5,100", "4,800 of them sampled"]
-    assert tiles["Evaluation held_out, pass@1"] == ["0.1 → 0.7", "95 % interval [0.65, 0.8]; gain +0.6 [0.5, 0.7]"]
-    partial = "95 % interval [0.344, 0.354]; gain +0.339 [0.329, 0.349]; pass@1 0 (scores above 0.9)"
+    assert tiles["Evaluation held_out, pass@1"] == [
+        "0.1 → 0.7",
+        "95 % interval [0.65, 0.8]; gain +0.6 [0.5, 0.7]",
+    ]
+    partial = (
+        "95 % interval [0.344, 0.354]; gain +0.339 [0.329, 0.349]; pass@1 0 (scores above 0.9)"
+    )
     assert tiles["Evaluation partial, mean score"] == ["0.01 → 0.349", partial]
     assert page.evaluate("document.getElementById('any-metric').value") == "eval_held_out_pass@1"
     page.wait_for("document.querySelectorAll('#samples figure').length === 2")
@@ -308,10 +352,18 @@ def test_a_link_opens_one_rollout(browser, report):
     page.resize(1440, 900)
     page.open(report, "#rollout-1201")
     page.wait_for("document.querySelector('#detail h3')?.textContent === 'Rollout 1201'")
-    assert page.evaluate("document.querySelector('#list [aria-selected=true] .name').textContent") == "1201"
-    page.wait_for("Math.abs(document.getElementById('detail').getBoundingClientRect().top - 80) < 80")
+    assert (
+        page.evaluate("document.querySelector('#list [aria-selected=true] .name').textContent")
+        == "1201"
+    )
+    page.wait_for(
+        "Math.abs(document.getElementById('detail').getBoundingClientRect().top - 80) < 80"
+    )
     page.evaluate("window.location.hash = '#rollout-99999'")
-    page.wait_for("document.getElementById('detail').textContent.startsWith('Rollout 99999 is not in this page')")
+    page.wait_for(
+        "document.getElementById('detail').textContent.startsWith('Rollout 99999 is not in this "
+        "page')"
+    )
     assert page.errors == []
     page.close()
 
@@ -328,7 +380,8 @@ def test_a_run_of_1000_steps_and_64000_rollouts_opens_at_once(browser, tmp_path)
     milliseconds = page.open(tmp_path / "report.html")
     slower = max(1.0, before / IDLE_WORK, page.evaluate(WORK) / IDLE_WORK)
     print(
-        f"{len(text) / 1e6:.1f} MB, complete after {milliseconds} ms where everything takes {slower:.1f} times as long"
+        f"{len(text) / 1e6:.1f} MB, complete after {milliseconds} ms where everything takes "
+        f"{slower:.1f} times as long"
     )
     assert milliseconds < slower * 10_000  # two seconds where nothing else runs
     note = page.evaluate("document.getElementById('rollouts-note').textContent")

@@ -1,4 +1,5 @@
-"""What `trl-atropos report` finds in a run's folder: what is known of every rollout, and what is not."""
+"""What `trl-atropos report` finds in a run's folder: what is known of every rollout, and what is
+not."""
 
 import base64
 import gzip
@@ -15,13 +16,21 @@ from transformers import TrainerState
 
 from tests.report.synthetic_run import make_run
 from tests.rollout_factory import make_trainer, uniform_batch
-from tests.rollouts.test_spool import REGION, append, make_row
+from tests.rollouts.test_spool import DELIVERY, append, make_row
 from trl_atropos.report import page
 from trl_atropos.report.page import build, token_texts
-from trl_atropos.report.run_folder import LOG, UNKNOWN, Fate, ReportError, advantages, read_run, rollouts_of
+from trl_atropos.report.run_folder import (
+    LOG,
+    UNKNOWN,
+    Fate,
+    ReportError,
+    advantages,
+    read_run,
+    rollouts_of,
+)
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
-from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs
+from trl_atropos.rollouts.spool import FileHeader, Spool, TrainerLogprobs
 
 FIRST = [["a", 0]]
 
@@ -36,15 +45,31 @@ class Folder:
         self.state = TrainerState()
         self.log.open(self.state)
         for file in range(files):
-            rows = [make_row(group=file, policy_version=max(0, file - 1), score=float(i)) for i in range(4)]
-            append(self.spool, 4 * file, *rows, lineage=FIRST, version=file)
+            rows = [
+                make_row(group=file, policy_version=max(0, file - 1), score=float(i))
+                for i in range(4)
+            ]
+            append(self.spool, 4 * file, *rows, policy_branches=FIRST, version=file)
 
     def begin(self, step: int = 0, **config) -> None:
-        self.log.write(begin=step, max_steps=9, config={"scale_rewards": "group"} | config, changed=[])
+        self.log.write(
+            begin=step, max_steps=9, config={"scale_rewards": "group"} | config, changed=[]
+        )
 
-    def take(self, step: int, *indices: int, last: int | None = None, version: int | None = None, path=FIRST) -> None:
+    def take(
+        self,
+        step: int,
+        *indices: int,
+        last: int | None = None,
+        version: int | None = None,
+        path=FIRST,
+    ) -> None:
         """Hands out rows for the optimizer steps from `step` to `last`."""
-        name = {"spool": self.spool.name, "lineage": path, "books": {"trained": 0, "dropped": {}, "lost_with_api": 0}}
+        name = {
+            "spool": self.spool.name,
+            "lineage": path,
+            "books": {"trained": 0, "dropped": {}, "lost_with_api": 0},
+        }
         numbers = step - 1 if version is None else version
         self.log.write(batch=[step, last or step], rows=spans(indices), version=numbers, **name)
 
@@ -59,10 +84,12 @@ def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path
     folder.take(2, 4, 5, 10, 11)  # 6 to 9 were stale, say
     folder.log.write(logs={"loss": 0.5}, step=1)
     rows = folder.rows()
-    assert rows["first_step"].tolist() == [1] * 4 + [2] * 2 + [UNKNOWN] * 4 + [2] * 2 + [UNKNOWN] * 4
-    assert rows["fate"].tolist() == [Fate.TRAINED] * 4 + [Fate.IN_TRAINING] * 2 + [Fate.PASSED_OVER] * 4 + (
-        [Fate.IN_TRAINING] * 2 + [Fate.WAITING] * 4
+    assert (
+        rows["first_step"].tolist() == [1] * 4 + [2] * 2 + [UNKNOWN] * 4 + [2] * 2 + [UNKNOWN] * 4
     )
+    assert rows["fate"].tolist() == [Fate.TRAINED] * 4 + [Fate.IN_TRAINING] * 2 + [
+        Fate.PASSED_OVER
+    ] * 4 + ([Fate.IN_TRAINING] * 2 + [Fate.WAITING] * 4)
     assert rows["stale"].tolist() == [0] * 4 + [1] * 2 + [UNKNOWN] * 4 + [0] * 2 + [UNKNOWN] * 4
 
 
@@ -104,7 +131,13 @@ def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
 
 def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
     folder = Folder(tmp_path, files=0)
-    append(folder.spool, 0, *[make_row(policy_version=3) for _ in range(4)], lineage=FIRST, version=4)
+    append(
+        folder.spool,
+        0,
+        *[make_row(policy_version=3) for _ in range(4)],
+        policy_branches=FIRST,
+        version=4,
+    )
     folder.begin()
     folder.begin(step=1)
     folder.take(2, 0, 1, 2, 3, path=[*FIRST, ["b", 1]])
@@ -141,7 +174,11 @@ def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path)
 def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards):
     folder, rng = Folder(tmp_path, files=0), np.random.default_rng(1)
     usual = [make_row(score=s, group_mean=0.3, group_std=0.2) for s in rng.normal(size=5)]
-    special = [make_row(sft=True), make_row(zero_advantage=True), make_row(raw_advantage=True, group_mean=0.0)]
+    special = [
+        make_row(sft=True),
+        make_row(zero_advantage=True),
+        make_row(raw_advantage=True, group_mean=0.0),
+    ]
     append(folder.spool, 0, *usual, *special, size=8)
     folder.begin()
     folder.take(1, *range(8))
@@ -177,10 +214,14 @@ def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
     folder = Folder(tmp_path, files=0)
     mask = np.array([True, True, False, False, True])
     logprobs = np.where(mask, -0.25, np.nan).astype(np.float32)
-    row = make_row(5, mask=mask, logprobs=logprobs, token_advantages=np.full(5, 0.5, np.float32), messages="[]")
+    row = make_row(
+        5, mask=mask, logprobs=logprobs, token_advantages=np.full(5, 0.5, np.float32), messages="[]"
+    )
     append(folder.spool, 0, row, size=1)
     rows = folder.rows()
-    TrainerLogprobs(tmp_path / "rollouts").write([row], np.where(mask, [[-0.2, -0.25, 0, 0, -0.65]], np.nan))
+    TrainerLogprobs(tmp_path / "rollouts").write(
+        [row], np.where(mask, [[-0.2, -0.25, 0, 0, -0.65]], np.nan)
+    )
     packed = page.pack(rows.assign(advantage=9.0), tmp_path / "rollouts")
     assert packed.chunks[0] == {
         "prompts": [[1, 2]],
@@ -198,14 +239,19 @@ def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
     }
     assert packed.columns["advantage"] == [0.5]
     assert packed.columns["logprob"] == [-0.25]
-    assert (packed.columns["gap"], packed.columns["gap_max"]) == (pytest.approx([0.15]), pytest.approx([0.4]))
+    assert (packed.columns["gap"], packed.columns["gap_max"]) == (
+        pytest.approx([0.15]),
+        pytest.approx([0.4]),
+    )
 
 
 def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path):
     folder = Folder(tmp_path)
     files = TrainerLogprobs(tmp_path / "rollouts")
     for start in (0, 4, 8):
-        files.write([make_row(index=start + i) for i in range(4)], np.full((4, 3), -0.5 - start, np.float32))
+        files.write(
+            [make_row(index=start + i) for i in range(4)], np.full((4, 3), -0.5 - start, np.float32)
+        )
     folder.begin()
     folder.take(1, 0, 1, 2, 3)
     folder.take(2, 4, 5, 6, 7)
@@ -256,7 +302,9 @@ def shown_data(page_text: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda text: text[:500], lambda text: "", lambda text: "[]"], ids=["cut", "empty", "odd"]
+    "damage",
+    [lambda text: text[:500], lambda text: "", lambda text: "[]"],
+    ids=["cut", "empty", "odd"],
 )
 def test_page_with_a_damaged_tokenizer_has_no_text_and_names_the_file(tmp_path, damage):
     folder = make_run(tmp_path / "run", 3)
@@ -303,14 +351,18 @@ def test_a_log_whose_last_line_is_half_written_is_read_up_to_it_and_written_on(t
 
 def test_the_trainer_writes_the_log_and_the_tokenizer_while_it_trains(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
-    make_trainer(tiny_model, tmp_path, *batches, max_steps=3, warning_thresholds={"unknown_version": 0.0}).train()
+    make_trainer(
+        tiny_model, tmp_path, *batches, max_steps=3, warning_thresholds={"unknown_version": 0.0}
+    ).train()
     run = read_run(tmp_path / "run")
     assert (run.ended, run.steps, sorted(run.logs)) == (3, 3, [1, 2, 3])
-    assert "reward" in run.logs[2] and run.batches == []  # a recording's rows are not in this folder
+    # a recording's rows are not in this folder
+    assert "reward" in run.logs[2] and run.batches == []
     assert {"max_steps", "learning_rate"} <= set(run.began["changed"])
     assert "vllm_mode" in run.config and "unknown_version" in run.warnings[0]["warning"]
     assert (tmp_path / "run" / "tokenizer.json").exists()
-    assert not (tmp_path / "run" / "rollouts").exists()  # and so neither are the trainer's log-probabilities
+    # and so neither are the trainer's log-probabilities
+    assert not (tmp_path / "run" / "rollouts").exists()
     assert "3 steps, 1 warnings, 0 of 0 rollouts." in build(tmp_path / "run")[1]
 
 
@@ -346,7 +398,11 @@ def test_a_folder_that_is_no_runs_is_refused_with_what_to_do(tmp_path):
     with pytest.raises(ReportError, match=r"has no run_log\.jsonl and no rollouts"):
         read_run(tmp_path)
     done = report(str(tmp_path))
-    assert done.returncode == 1 and done.stderr.startswith("trl-atropos report: ") and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("trl-atropos report: ")
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_an_output_that_cannot_be_written_is_refused_with_what_to_do(tmp_path):
@@ -365,13 +421,17 @@ def test_a_run_that_has_not_pulled_a_batch_yet_has_a_page(tmp_path):
 
 def test_a_batch_of_nothing_but_rejected_groups_is_no_hindrance(tmp_path):
     folder = Folder(tmp_path, files=1)
-    folder.spool.append(Part(4, 4, REGION, {"rejected": 4}), [])
+    folder.spool.append(FileHeader(4, 4, DELIVERY, {"rejected": 4}), [])
     append(folder.spool, 8, make_row(), size=4)
     assert len(folder.rows()) == 5
 
 
 def test_secrets_are_not_in_the_log(tmp_path, tiny_model):
-    secret = {"hub_token": "hf_abc", "atropos_url": "http://me:abc@127.0.0.1:8000", "optim_args": "api_key=abc"}
+    secret = {
+        "hub_token": "hf_abc",
+        "atropos_url": "http://me:abc@127.0.0.1:8000",
+        "optim_args": "api_key=abc",
+    }
     make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), **secret).train()
     written = (tmp_path / "run" / LOG).read_text()
     assert "abc" not in written

@@ -6,11 +6,13 @@ import pytest
 
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import closing_lines, evaluation_lines
-from trl_atropos.services.evaluations import Result, measures
+from trl_atropos.services.evaluation_results import Result, measures
 
 
 @pytest.mark.parametrize(("probe", "told"), [(None, False), (0.0, True), (2e-6, True)])
-@pytest.mark.parametrize(("replayed", "title"), [(False, "after training"), (True, "of the last batch")])
+@pytest.mark.parametrize(
+    ("replayed", "title"), [(False, "after training"), (True, "of the last batch")]
+)
 def test_a_probe_that_never_ran_is_not_called_zero(tmp_path, probe, told, replayed, title):
     found = {"pass@1": 0.5, "pass@1_low": 0.4, "pass@1_high": 0.6}
     evaluations = [Result("task", step, found, (step, step), 1.0) for step in (0, 20, 10)]
@@ -29,7 +31,8 @@ def test_what_is_of_the_last_start_only_is_said_so(tmp_path, resumed_at):
     lines = closing_lines(summary, log, str, "curve.png", False, [])
     since = " since step 6" if resumed_at else ""
     assert lines[1:] == [
-        f"Sample completions {'at step 6' if resumed_at else 'before training'} (prompt -> completion, reward):",
+        f"Sample completions {'at step 6' if resumed_at else 'before training'} (prompt -> "
+        "completion, reward):",
         "Sample completions after training (prompt -> completion, reward):",
         f"Mean reward{since}: first 10 batches 0.250, last 10 batches 0.500",
         f"Wall time{since}: 3 s",
@@ -49,12 +52,14 @@ LINES = {
     "partial scores": (
         [PARTIAL, LATER],
         "mean score 0.015 [0.013, 0.017]; pass@1 0.000 (scores above 0.5)",
-        "mean score 0.385 [0.383, 0.387], +0.370 [+0.367, +0.373] since step 0; pass@1 0.000 (scores above 0.5)",
+        "mean score 0.385 [0.383, 0.387], +0.370 [+0.367, +0.373] since step 0; pass@1 0.000 "
+        "(scores above 0.5)",
     ),
     "partial scores after none": (
         [of_each([0.0, 0.0]), LATER],
         "mean score 0.000; pass@1 0.000 (scores above 0.5)",
-        "mean score 0.385 [0.383, 0.387], +0.385 [+0.383, +0.387] since step 0; pass@1 0.000 (scores above 0.5)",
+        "mean score 0.385 [0.383, 0.387], +0.385 [+0.383, +0.387] since step 0; pass@1 0.000 "
+        "(scores above 0.5)",
     ),
     "the same partial scores": (
         [of_each([0.3, 0.3])] * 2,
@@ -87,8 +92,18 @@ def test_mean_stands_first_where_scores_are_partial_and_no_interval_where_all_ar
 def test_a_sample_is_one_line_of_the_terminals_width(tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     log, text = RunLog(tmp_path), {"long": "x\n" * 400, "short": "ab="}
-    log.first_rollouts = [SimpleNamespace(prompt_ids=one, completion_ids="long", score=1.0) for one in text]
+    log.first_rollouts = [
+        SimpleNamespace(prompt_ids=one, completion_ids="long", score=1.0) for one in text
+    ]
     summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": 0.0, "wall_s": 3.0}
-    samples = [line for line in closing_lines(summary, log, text.get, "c.png", False, []) if " -> '" in line]
+    samples = [
+        line
+        for line in closing_lines(summary, log, text.get, "c.png", False, [])
+        if " -> '" in line
+    ]
     assert [len(line) for line in samples] == [columns, columns]
-    assert samples[1].startswith("  'ab=' -> 'x\\nx") and "…" in samples[1] and samples[1].endswith("'  1.000")
+    assert (
+        samples[1].startswith("  'ab=' -> 'x\\nx")
+        and "…" in samples[1]
+        and samples[1].endswith("'  1.000")
+    )

@@ -1,4 +1,5 @@
-"""What the trainer thinks of every rollout that it trains on is kept beside the spool, row by row."""
+"""What the trainer thinks of every rollout that it trains on is kept beside the spool, row by
+row."""
 
 import json
 import sys
@@ -46,7 +47,9 @@ class Deliver(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            requests.post(f"{self._url}/scored_data_list", json=self._groups, timeout=10).raise_for_status()
+            requests.post(
+                f"{self._url}/scored_data_list", json=self._groups, timeout=10
+            ).raise_for_status()
 
 
 def main(model: Path, folder: Path) -> None:
@@ -54,7 +57,10 @@ def main(model: Path, folder: Path) -> None:
     asked = json.loads((folder / "asked.json").read_text())
     config = AtroposGRPOConfig(**arguments(folder / "run", **SETTINGS))
     trainer = AtroposGRPOTrainer(
-        str(model), args=config, rollout_source=AtroposSource(asked["url"]), policy_publisher=NullPublisher()
+        str(model),
+        args=config,
+        rollout_source=AtroposSource(asked["url"]),
+        policy_publisher=NullPublisher(),
     )
     assert trainer.accelerator.num_processes == 2
     trainer.add_callback(Deliver(asked["url"], asked["groups"]))
@@ -62,7 +68,8 @@ def main(model: Path, folder: Path) -> None:
 
 
 def groups_of(model: Path) -> list[dict]:
-    """Rollouts of one to three turns, so that they are dealt to the processes in another order than they came."""
+    """Rollouts of one to three turns, so that they are dealt to the processes in another order than
+    they came."""
     return [make_group(model, 4, 70 + i, turns=1 + i % 3) for i in range(STEPS * ROWS // 4)]
 
 
@@ -70,7 +77,9 @@ def groups_of(model: Path) -> list[dict]:
 def run(tiny_model, tmp_path_factory) -> Iterator[Path]:
     """`output_dir` of a run on two processes with a real Atropos API."""
     folder, api = tmp_path_factory.mktemp("two-processes"), Api(free_port())
-    (folder / "asked.json").write_text(json.dumps({"url": api.url, "groups": groups_of(tiny_model)}))
+    (folder / "asked.json").write_text(
+        json.dumps({"url": api.url, "groups": groups_of(tiny_model)})
+    )
     api.start()
     try:
         launch_two(folder, __name__, tiny_model)
@@ -89,16 +98,26 @@ def logprobs(model: Path, row: Rollout) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_process_had_it(tiny_model, run):
-    rows = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
+def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_process_had_it(
+    tiny_model, run
+):
+    rows = [
+        row
+        for path in sorted((run / "rollouts").glob("rows-*.arrow"))
+        for row in read_rollouts(path)
+    ]
     kept = [pd.read_feather(path) for path in sorted((run / "rollouts").glob("trainer-*.feather"))]
-    assert [list(table["index"]) for table in kept] == [list(range(at, at + ROWS)) for at in (0, ROWS, 2 * ROWS)]
+    assert [list(table["index"]) for table in kept] == [
+        list(range(at, at + ROWS)) for at in (0, ROWS, 2 * ROWS)
+    ]
     models = [tiny_model, *(run / f"checkpoint-{step}" for step in range(1, STEPS))]
     for step, (table, model) in enumerate(zip(kept, models, strict=True)):
         for row, values in zip(rows[ROWS * step :], table["logprobs"]):
             values = np.array(values, np.float32)
             np.testing.assert_array_equal(np.isnan(values), ~row.mask)
-            np.testing.assert_allclose(values[row.mask], logprobs(model, row)[row.mask], atol=1e-4, rtol=0)
+            np.testing.assert_allclose(
+                values[row.mask], logprobs(model, row)[row.mask], atol=1e-4, rtol=0
+            )
         if step:  # the weights have moved: those of the step before would have been found out
             assert np.abs(values - logprobs(models[step - 1], row))[row.mask].max() > 1e-2
 
@@ -108,18 +127,28 @@ def test_the_report_of_the_run_has_the_gap_of_every_row(run):
     rows, _ = rollouts_of(read_run(run))
     packed = pack(rows.assign(advantage=0.0), run / "rollouts")
     scored, _ = trainer_logprobs(run / "rollouts", range(len(rows)))
-    sampled = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
+    sampled = [
+        row
+        for path in sorted((run / "rollouts").glob("rows-*.arrow"))
+        for row in read_rollouts(path)
+    ]
     gaps = [np.abs(scored[row.index] - row.logprobs)[row.mask] for row in sampled]
     np.testing.assert_allclose(packed.columns["gap"], [gap.mean() for gap in gaps], rtol=1e-5)
     np.testing.assert_allclose(packed.columns["gap_max"], [gap.max() for gap in gaps], rtol=1e-5)
-    assert 0.05 < packed.columns["gap"][0] < 0.2  # the noise that `make_group` puts on the sampler's
+    # the noise that `make_group` puts on the sampler's
+    assert 0.05 < packed.columns["gap"][0] < 0.2
 
 
 @pytest.mark.slow
 def test_who_reads_the_rollouts_of_the_folder_reads_rollouts(run, tmp_path):
     folder = run / "rollouts"
-    assert datasets.load_dataset(str(folder), cache_dir=str(tmp_path))["train"].num_rows == STEPS * ROWS
-    assert [path.suffix for path in recorded_files([folder])] == [".arrow"] * len(list(folder.glob("*.arrow")))
+    assert (
+        datasets.load_dataset(str(folder), cache_dir=str(tmp_path))["train"].num_rows
+        == STEPS * ROWS
+    )
+    assert [path.suffix for path in recorded_files([folder])] == [".arrow"] * len(
+        list(folder.glob("*.arrow"))
+    )
 
 
 def rows_from(start: int, number: int = 4, length: int = 3) -> list[Rollout]:
@@ -134,13 +163,20 @@ def keep(files: TrainerLogprobs, start: int, value: float = -1.0) -> None:
 def kept(folder: Path) -> dict[int, float]:
     """The first value of every row that is there."""
     tables = [pd.read_feather(path) for path in sorted(folder.glob("trainer-*"))]
-    return {index: values[0] for table in tables for index, values in zip(table["index"], table["logprobs"])}
+    return {
+        index: values[0]
+        for table in tables
+        for index, values in zip(table["index"], table["logprobs"])
+    }
 
 
 def test_rows_are_written_in_their_order_and_without_padding(tmp_path):
     keep(TrainerLogprobs(tmp_path), 8)
     assert kept(tmp_path) == {8: -9.0, 9: -10.0, 10: -11.0, 11: -12.0}
-    assert {len(values) for values in pd.read_feather(tmp_path / "trainer-000000000008.feather")["logprobs"]} == {3}
+    assert {
+        len(values)
+        for values in pd.read_feather(tmp_path / "trainer-000000000008.feather")["logprobs"]
+    } == {3}
 
 
 def test_what_a_resumed_run_had_written_of_rows_that_it_trains_again_is_forgotten(tmp_path):

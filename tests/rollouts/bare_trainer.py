@@ -1,4 +1,5 @@
-"""The least that is a trainer to an Atropos API: it registers, takes batches, and knows why none comes."""
+"""The least that is a trainer to an Atropos API: it registers, takes batches, and knows why none
+comes."""
 
 import time
 
@@ -9,7 +10,7 @@ from trl_atropos.rollouts.api import (
     ReplyLost,
     join,
 )
-from trl_atropos.rollouts.pull import Diagnosis
+from trl_atropos.rollouts.diagnosis import Diagnosis
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
@@ -35,12 +36,13 @@ class BareTrainer:
             starting_step=0,
             num_steps=10**6,
         )
-        self.diagnosis = Diagnosis(self.client, self.registration, dict)
+        self.diagnosis = Diagnosis(self.client, self.registration)
         self.restarts = 0
         self._join()
 
     def pull(self) -> list[ScoredGroup | RejectedGroup] | None:
-        """One request: a batch of groups, or None. Registers again with an API that was restarted."""
+        """One request: a batch of groups, or None. Registers again with an API that was
+        restarted."""
         try:
             reply = self.client.batch()
             if reply.status == "error":

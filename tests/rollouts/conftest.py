@@ -34,7 +34,10 @@ class Api:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            self._command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            self._command,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
@@ -42,7 +45,9 @@ class Api:
                 requests.get(self.url, timeout=1)
                 return
             except (requests.ConnectionError, requests.Timeout):
-                assert self._process.poll() is None, f"the Atropos API exited with {self._process.returncode}"
+                assert self._process.poll() is None, (
+                    f"the Atropos API exited with {self._process.returncode}"
+                )
                 time.sleep(0.1)
         raise TimeoutError(f"the Atropos API did not answer at {self.url} within {START_TIMEOUT} s")
 
@@ -58,7 +63,9 @@ class Api:
     def deliver_text(self, body: str) -> None:
         """Deliver a group that only a lenient JSON writer can express, such as one with a NaN."""
         headers = {"Content-Type": "application/json"}
-        requests.post(f"{self.url}/scored_data", data=body, headers=headers, timeout=10).raise_for_status()
+        requests.post(
+            f"{self.url}/scored_data", data=body, headers=headers, timeout=10
+        ).raise_for_status()
 
     def get(self, path: str) -> Any:
         return requests.get(self.url + path, timeout=10).json()
@@ -104,7 +111,8 @@ def naming_api() -> Iterator[Api]:
 
 
 def make_group(*scores: float, **fields: Any) -> dict[str, Any]:
-    """A group of one sequence per score: prompt 7, 8 and a completion of two tokens, the first telling the score."""
+    """A group of one sequence per score: prompt 7, 8 and a completion of two tokens, the first
+    telling the score."""
     tokens = [[7, 8, 10 + int(score), 9] for score in scores]
     group = {
         "tokens": tokens,
@@ -122,8 +130,13 @@ def text_of(group: Any) -> bytes:
 
 
 def admitted(group: Any, **settings: Any) -> list[Rollout]:
-    """What the door makes of a group: as Python objects and as the bytes that the API sends, which must agree."""
-    asked = {"max_sequence_length": 64, "temperature": 1.0, "single_row_groups": "refuse"} | settings
+    """What the door makes of a group: as Python objects and as the bytes that the API sends, which
+    must agree."""
+    asked = {
+        "max_sequence_length": 64,
+        "temperature": 1.0,
+        "single_row_groups": "refuse",
+    } | settings
     outcomes: list[list[Rollout] | RejectedGroup] = []
     for raw in (group, text_of(group)):
         try:
@@ -139,8 +152,11 @@ def admitted(group: Any, **settings: Any) -> list[Rollout]:
     return second
 
 
-def assert_same_rows(some: list[Rollout], others: list[Rollout], *, but: tuple[str, ...] = ()) -> None:
-    """All fields are equal, to the bit, and of the types that `Rollout` promises; `but` names exceptions."""
+def assert_same_rows(
+    some: list[Rollout], others: list[Rollout], *, but: tuple[str, ...] = ()
+) -> None:
+    """All fields are equal, to the bit, and of the types that `Rollout` promises; `but` names
+    exceptions."""
     assert len(some) == len(others)
     for one, other in zip(some, others):
         for name in (field.name for field in fields(Rollout) if field.name not in but):

@@ -1,7 +1,9 @@
-"""Batches as no environment should send them: `malformed_bodies` draws the bytes of a reply of `GET /batch`.
+"""Batches as no environment should send them: `malformed_bodies` draws the bytes of a reply of `GET
+/batch`.
 
-A good batch is made and then broken: values of the wrong type or size anywhere, entries too many or too few, lists
-within lists, fields dropped, emptied or doubled, text cut off or overwritten. Some come out as good as before.
+A good batch is made and then broken: values of the wrong type or size anywhere, entries too many or
+too few, lists within lists, fields dropped, emptied or doubled, text cut off or overwritten. Some
+come out as good as before.
 """
 
 import copy
@@ -13,10 +15,57 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages", "distill_token_ids", "distill_logprobs")
-FIELDS = (*PER_TOKEN, "scores", "overrides", "group_overrides", "generation_params", "images", "env_id", "messages")
-NUMBERS = [0, 1, -1, 7, -100, 255, 256, 2**31 - 1, 2**31, 2**32 + 7, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30]
-NUMBERS += [10**400, -(10**400), 5.0, 7.0, -100.0, -0.0, 0.5, 1e-320, -1e-320, 1e38, 3.5e38, -3.5e38, 1e39, 1e308]
+PER_TOKEN = (
+    "tokens",
+    "masks",
+    "inference_logprobs",
+    "advantages",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+FIELDS = (
+    *PER_TOKEN,
+    "scores",
+    "overrides",
+    "group_overrides",
+    "generation_params",
+    "images",
+    "env_id",
+    "messages",
+)
+NUMBERS = [
+    0,
+    1,
+    -1,
+    7,
+    -100,
+    255,
+    256,
+    2**31 - 1,
+    2**31,
+    2**32 + 7,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    10**30,
+]
+NUMBERS += [
+    10**400,
+    -(10**400),
+    5.0,
+    7.0,
+    -100.0,
+    -0.0,
+    0.5,
+    1e-320,
+    -1e-320,
+    1e38,
+    3.5e38,
+    -3.5e38,
+    1e39,
+    1e308,
+]
 NUMBERS += [1e12, -1e12, 1.2e12, 1e15, -9999.0, -10001.0, -1e9]
 JUNK = [
     *NUMBERS,
@@ -51,25 +100,40 @@ def good_group(rng: random.Random) -> Group:
     tokens = [[rng.randrange(256) for _ in range(size)] for size in sizes]
     group: Group = {
         "tokens": tokens,
-        "masks": [[token if rng.random() < 0.6 else -100 for token in sequence] for sequence in tokens],
+        "masks": [
+            [token if rng.random() < 0.6 else -100 for token in sequence] for sequence in tokens
+        ],
         "scores": [rng.choice([0, 1, round(rng.gauss(0, 3), 3)]) for _ in sizes],
         "env_id": rng.choice([0, 1, None]),
     }
     if rng.random() < 0.8:
         choices = [-0.5, -1.25, -17, 0, 1.0, -1e-7]
-        group["inference_logprobs"] = [[rng.choice(choices) for _ in sequence] for sequence in tokens]
+        group["inference_logprobs"] = [
+            [rng.choice(choices) for _ in sequence] for sequence in tokens
+        ]
     if rng.random() < 0.3:
         group["advantages"] = [[round(rng.gauss(0, 1), 2) for _ in sequence] for sequence in tokens]
     if rng.random() < 0.3:
         counts = [[rng.randrange(4) for _ in sequence] for sequence in tokens]
-        group["distill_token_ids"] = [[[rng.randrange(256) for _ in range(k)] for k in one] for one in counts]
-        group["distill_logprobs"] = [[[-rng.random() for _ in range(k)] for k in one] for one in counts]
+        group["distill_token_ids"] = [
+            [[rng.randrange(256) for _ in range(k)] for k in one] for one in counts
+        ]
+        group["distill_logprobs"] = [
+            [[-rng.random() for _ in range(k)] for k in one] for one in counts
+        ]
     if rng.random() < 0.3:
-        group["messages"] = [[{"role": "user", "content": rng.choice(["hi [1]", "é\\u005b", '"', ""])}] for _ in sizes]
+        group["messages"] = [
+            [{"role": "user", "content": rng.choice(["hi [1]", "é\\u005b", '"', ""])}]
+            for _ in sizes
+        ]
     if rng.random() < 0.3:
-        group["overrides"] = [rng.choice([{}, None, {"set_advantage_to_zero": True}, {"sft": True}]) for _ in sizes]
+        group["overrides"] = [
+            rng.choice([{}, None, {"set_advantage_to_zero": True}, {"sft": True}]) for _ in sizes
+        ]
     if rng.random() < 0.2:
-        group["group_overrides"] = rng.choice([{}, {"sft": True}, {"temperature": 1.0}, {"teacher_top_k": 5}])
+        group["group_overrides"] = rng.choice(
+            [{}, {"sft": True}, {"temperature": 1.0}, {"teacher_top_k": 5}]
+        )
     if rng.random() < 0.2:
         group["generation_params"] = rng.choice([{}, {"temperature": 1}, {"max_tokens": 5}])
     for name in rng.sample(FIELDS[3:], 2):
@@ -77,7 +141,7 @@ def good_group(rng: random.Random) -> Group:
     return group
 
 
-# ------------------------------------------------------------------------------------------------------ of one group
+# ------------------------------------------------------------------------------------- of one group
 
 
 def _a_list_in(rng: random.Random, value: Any) -> list | None:
@@ -100,7 +164,9 @@ def put_junk(rng: random.Random, group: Group) -> None:
 def put_number(rng: random.Random, group: Group) -> None:
     entries = _a_list_in(rng, group.get(rng.choice(PER_TOKEN)))
     if entries:
-        entries[rng.randrange(len(entries))] = rng.choice([*NUMBERS, math.nan, math.inf, -math.inf, True])
+        entries[rng.randrange(len(entries))] = rng.choice(
+            [*NUMBERS, math.nan, math.inf, -math.inf, True]
+        )
 
 
 def put_token_everywhere(rng: random.Random, group: Group) -> None:
@@ -145,9 +211,15 @@ def drop_field(rng: random.Random, group: Group) -> None:
 
 
 def set_override(rng: random.Random, group: Group) -> None:
-    setting = {rng.choice(["sft", "set_advantage_to_zero", "temperature", "other"]): junk(rng, 1.0, 0.7, True)}
+    setting = {
+        rng.choice(["sft", "set_advantage_to_zero", "temperature", "other"]): junk(
+            rng, 1.0, 0.7, True
+        )
+    }
     where = rng.choice(["overrides", "group_overrides", "generation_params"])
-    group[where] = [dict(setting) for _ in range(_count(group))] if where == "overrides" else setting
+    group[where] = (
+        [dict(setting) for _ in range(_count(group))] if where == "overrides" else setting
+    )
 
 
 def flip_masks(rng: random.Random, group: Group) -> None:
@@ -175,7 +247,7 @@ GROUP_FAULTS: list[Callable[[random.Random, Group], None]] = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ of the text
+# -------------------------------------------------------------------------------------- of the text
 
 
 def cut(rng: random.Random, body: bytes) -> bytes:
@@ -184,7 +256,9 @@ def cut(rng: random.Random, body: bytes) -> bytes:
 
 def overwrite(rng: random.Random, body: bytes) -> bytes:
     at = rng.randrange(len(body) + 1)
-    piece = rng.choice([b"\xff", b"\x00", b"[", b"]", b",", b'"', b"\\", b"NaN", b"1e999", b" ", b"{", b"}", b"-"])
+    piece = rng.choice(
+        [b"\xff", b"\x00", b"[", b"]", b",", b'"', b"\\", b"NaN", b"1e999", b" ", b"{", b"}", b"-"]
+    )
     return body[:at] + piece + body[at + rng.randrange(2) :]
 
 
@@ -201,13 +275,17 @@ def escape_brackets(rng: random.Random, body: bytes) -> bytes:
 
 def add_after_the_batch(rng: random.Random, body: bytes) -> bytes:
     more = rng.choice([b"{}", b"]", b',{"tokens":', b" ", b"\xef\xbb\xbf"])
-    return rng.choice([body + more, more + body, body[:-1] + b',"status":"error"}', body[:-1] + b',"batch":[]}'])
+    return rng.choice(
+        [body + more, more + body, body[:-1] + b',"status":"error"}', body[:-1] + b',"batch":[]}']
+    )
 
 
 TEXT_FAULTS = [cut, overwrite, overwrite, double_a_field, escape_brackets, add_after_the_batch]
 
 
-def build_body(seed: int, faults: list[tuple[int, int]], text_faults: list[tuple[int, int]]) -> bytes:
+def build_body(
+    seed: int, faults: list[tuple[int, int]], text_faults: list[tuple[int, int]]
+) -> bytes:
     """
     Args:
         seed: of the good batch.

@@ -1,7 +1,8 @@
-"""What the door must make of a group, said a second time: plain Python, value by value, nothing of the package.
+"""What the door must make of a group, said a second time: plain Python, value by value, nothing of
+the package.
 
-`test_fuzz.py` compares the two. `judge` takes a group as `json.loads` reads it and returns the rows as dicts of plain
-lists, or why there are none.
+`test_fuzz.py` compares the two. `judge` takes a group as `json.loads` reads it and returns the rows
+as dicts of plain lists, or why there are none.
 """
 
 import json
@@ -92,14 +93,18 @@ def teacher(ids: Any, logprobs: Any, length: int) -> list[list[tuple[int, float]
     for value in (ids, logprobs):
         demand(isinstance(value, list) and len(value) == length)
     for some_ids, some_logprobs in zip(ids, logprobs):
-        some_ids, some_logprobs = ([] if absent(entry) else entry for entry in (some_ids, some_logprobs))
+        some_ids, some_logprobs = (
+            [] if absent(entry) else entry for entry in (some_ids, some_logprobs)
+        )
         demand(isinstance(some_ids, list) and isinstance(some_logprobs, list))
         demand(len(some_ids) == len(some_logprobs) and all(map(is_token, some_ids)))
         positions.append([(i, value) for i, value in zip(some_ids, map(logprob, some_logprobs))])
     return positions
 
 
-def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int) -> list[dict[str, Any]]:
+def judge(
+    group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int
+) -> list[dict[str, Any]]:
     """The rows. Raises `Rejected`."""
     demand(isinstance(group, dict))
     tokens = group.get("tokens")
@@ -107,20 +112,31 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
     count = len(tokens)
     for sequence in tokens:
         demand(isinstance(sequence, list) and all(map(is_token, sequence)))
-    masks, scores = per_sequence(group.get("masks"), count), per_sequence(group.get("scores"), count)
+    masks, scores = (
+        per_sequence(group.get("masks"), count),
+        per_sequence(group.get("scores"), count),
+    )
     for mask, sequence in zip(masks, tokens):
         demand(isinstance(mask, list) and len(mask) == len(sequence))
         for entry, token in zip(mask, sequence):
             demand(is_integer(entry) and (entry == -100 or entry == token))
     demand(all(map(is_bounded, scores)))
-    known = [per_token(v, len(t)) for v, t in zip(optional(group, "inference_logprobs", count), tokens)]
+    known = [
+        per_token(v, len(t)) for v, t in zip(optional(group, "inference_logprobs", count), tokens)
+    ]
     known = [None if values is None else [logprob(value) for value in values] for values in known]
-    advantages = [per_token(v, len(t)) for v, t in zip(optional(group, "advantages", count), tokens)]
+    advantages = [
+        per_token(v, len(t)) for v, t in zip(optional(group, "advantages", count), tokens)
+    ]
     for values in advantages:
         demand(values is None or all(map(is_bounded, values)))
     ids, given = group.get("distill_token_ids"), group.get("distill_logprobs")
     demand(absent(ids) == absent(given))
-    pairs = zip(optional(group, "distill_token_ids", count), optional(group, "distill_logprobs", count), tokens)
+    pairs = zip(
+        optional(group, "distill_token_ids", count),
+        optional(group, "distill_logprobs", count),
+        tokens,
+    )
     teachers = [teacher(i, v, len(sequence)) for i, v, sequence in pairs]
     asked = [override(value) for value in optional(group, "overrides", count)]
     of_group = override(group.get("group_overrides"))
@@ -135,7 +151,11 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
     squares = math.fsum((to_float32(score) - mean) ** 2 for score in scores)
     spoilt = (
         shows_something(group.get("images"))
-        or (count > 1 and len(tokens[0]) > 1 and all(sequence == list(range(len(tokens[0]))) for sequence in tokens))
+        or (
+            count > 1
+            and len(tokens[0]) > 1
+            and all(sequence == list(range(len(tokens[0]))) for sequence in tokens)
+        )
         or any(token >= vocabulary for sequence in tokens for token in sequence)
         or any(i >= vocabulary for one in teachers if one for position in one for i, _ in position)
         or differs(params, sampled_at)
@@ -163,19 +183,28 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
                 "prompt_ids": sequence[:first],
                 "completion_ids": [sequence[at] for at in places],
                 "mask": trained,
-                "logprobs": [known[i][at] if t and not unknown else math.nan for at, t in zip(places, trained)],
+                "logprobs": [
+                    known[i][at] if t and not unknown else math.nan
+                    for at, t in zip(places, trained)
+                ],
                 "score": float(scores[i]),
                 "group_mean": 0.0 if alone and single == "raw" else mean,
                 "group_std": math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
                 "token_advantages": (
-                    None if advantages[i] is None or sft[i] else [to_float32(advantages[i][at]) for at in places]
+                    None
+                    if advantages[i] is None or sft[i]
+                    else [to_float32(advantages[i][at]) for at in places]
                 ),
-                "zero_advantage": any(one.get("set_advantage_to_zero") for one in (of_group, asked[i]))
+                "zero_advantage": any(
+                    one.get("set_advantage_to_zero") for one in (of_group, asked[i])
+                )
                 or (alone and single == "zero"),
                 "raw_advantage": alone and single == "raw",
                 "sft": sft[i],
                 "env_id": env_id,
-                "distill": None if teachers[i] is None else [pairs_of(teachers[i][at]) for at in places],
+                "distill": None
+                if teachers[i] is None
+                else [pairs_of(teachers[i][at]) for at in places],
                 "messages": messages_of(group.get("messages"), i, count),
             }
         )

@@ -69,4 +69,8 @@ if __name__ == "__main__":
         inference_weight=options.weight,
         min_batch_allocation=options.minimum,
     )
-    asyncio.run(PlainEnv(config, [APIServerConfig(api_key="none", base_url="http://127.0.0.1:9/v1")]).env_manager())
+    asyncio.run(
+        PlainEnv(
+            config, [APIServerConfig(api_key="none", base_url="http://127.0.0.1:9/v1")]
+        ).env_manager()
+    )

@@ -1,6 +1,7 @@
-"""python -m tests.rollouts.run_source_faults [--faults 2000] [--seed 0] [--trainer]: see `source_faults.py`.
+"""python -m tests.rollouts.run_source_faults [--faults 2000] [--seed 0] [--trainer]: see
+`source_faults.py`.
 
-With `--trainer`, they befall the whole trainer: see `tests/trainer_faults.py`.
+With `--trainer`, they befall the whole trainer: see `tests/trainer/trainer_faults.py`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ def main() -> None:
 
     options = {}
     if arguments.trainer:
-        from tests import trainer_faults
+        from tests.trainer import trainer_faults
 
         options = {"of": trainer_faults.Run, "kinds": trainer_faults.KINDS}
 
@@ -31,7 +32,10 @@ def main() -> None:
     shutil.rmtree(folder)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     seconds = time.monotonic() - began
-    print(f"{counts.total()} faults in {seconds:.0f} s, seed {arguments.seed}, and the books balance: {kinds}")
+    print(
+        f"{counts.total()} faults in {seconds:.0f} s, seed {arguments.seed}, and the books "
+        f"balance: {kinds}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Faults between the Atropos API and the trained row, in runs that go on after each: nothing is lost, nothing twice.
+"""Faults between the Atropos API and the trained row, in runs that go on after each: nothing is
+lost, nothing twice.
 
-A run has the real API, producers that post groups of known row ids, a proxy that mistreats requests, and a consumer: a
-process with an `AtroposSource` that "trains" rows by noting their ids, and writes checkpoints as a trainer does. The
-consumer is killed, at a stage of its life or at any moment, and begins again from its last checkpoint; `Audit` then
-demands that the books balance, to the row. `python -m tests.rollouts.run_source_faults` runs many of them.
+A run has the real API, producers that post groups of known row ids, a proxy that mistreats
+requests, and a consumer: a process with an `AtroposSource` that "trains" rows by noting their ids,
+and writes checkpoints as a trainer does. The consumer is killed, at a stage of its life or at any
+moment, and begins again from its last checkpoint; `Audit` then demands that the books balance, to
+the row. `python -m tests.rollouts.run_source_faults` runs many of them.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.rollouts.spool import Part, read_part
+from trl_atropos.rollouts.spool import FileHeader, read_header
 
 BATCH = 8  # rows
 GROUP = 2
@@ -43,10 +45,12 @@ SAVE_EVERY = 3  # steps
 KEPT = 2  # checkpoints
 QUEUE = 12  # groups that producers leave waiting in the API
 PATIENCE = 30.0  # seconds for anything that takes milliseconds
-DIGITS, BASE = 4, 200  # in which a row's id is written, so that it fits into the vocabulary of a tiny model
+# in which a row's id is written, so that it fits into the vocabulary of a tiny model
+DIGITS, BASE = 4, 200
 DRAIN = 10.0  # seconds for a few batches
 
-context = multiprocessing.get_context("forkserver")  # everything heavy is imported once for all processes
+# everything heavy is imported once for all processes
+context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
 
 STAGES = (
@@ -61,7 +65,14 @@ STAGES = (
     "saving",
     "saved",
 )
-PROXY = ("drop request", "cut reply", "delay reply", "duplicate request", "duplicate reply", "refuse connection")
+PROXY = (
+    "drop request",
+    "cut reply",
+    "delay reply",
+    "duplicate request",
+    "duplicate reply",
+    "refuse connection",
+)
 OTHERS = (
     "kill at any time",
     "kill the API",
@@ -81,7 +92,7 @@ KINDS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- the API
+# ------------------------------------------------------------------------------------------ the API
 
 
 def serve(port: int) -> None:
@@ -118,8 +129,18 @@ class Api:
 
     def register_another_run(self, name: str) -> None:
         """As a run did that is over: the API takes no other registration from here on."""
-        body = {"wandb_group": name, "wandb_project": "p", "batch_size": BATCH, "max_token_len": MAX_LENGTH + 1}
-        body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 5, "num_steps": 10**6}
+        body = {
+            "wandb_group": name,
+            "wandb_project": "p",
+            "batch_size": BATCH,
+            "max_token_len": MAX_LENGTH + 1,
+        }
+        body |= {
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 5,
+            "num_steps": 10**6,
+        }
         request(self.port, "POST", "/register", json.dumps(body))
 
     def kill(self) -> None:
@@ -127,7 +148,8 @@ class Api:
         self.process.join(PATIENCE)
 
     def held(self) -> Dead:
-        """Of rows that were delivered to it, how many: whoever pulls moves them, and does not change the number."""
+        """Of rows that were delivered to it, how many: whoever pulls moves them, and does not
+        change the number."""
         status = request(self.port, "GET", "/status")
         name = request(self.port, "GET", "/wandb_info")["group"]
         return Dead(name, GROUP * status["queue_size"], status["current_step"])
@@ -149,7 +171,7 @@ def request(port: int, method: str, path: str, body: str | None = None) -> Any:
         connection.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- producers
+# ---------------------------------------------------------------------------------------- producers
 
 
 def tokens_of(row_id: int) -> list[int]:
@@ -161,7 +183,8 @@ def row_id(completion: Sequence[int]) -> int:
 
 
 def make_group(first: int, rng: random.Random) -> dict[str, Any]:
-    """A group whose rows' completions are their ids. Some are malformed, too long, or have nothing to train on."""
+    """A group whose rows' completions are their ids. Some are malformed, too long, or have nothing
+    to train on."""
     ids = range(first, first + GROUP)
     tokens = [[7, *tokens_of(number)] for number in ids]
     masks = [[-100, *tokens_of(number)] for number in ids]
@@ -177,12 +200,14 @@ def make_group(first: int, rng: random.Random) -> dict[str, Any]:
 
 
 def produce(port: int, log: str, first: int, seed: int) -> None:
-    """Posts groups until it is killed. Notes each before it is sent, and again when it was accepted."""
+    """Posts groups until it is killed. Notes each before it is sent, and again when it was
+    accepted."""
     rng = random.Random(seed)
     notes = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     while True:
         try:
-            registered = request(port, "GET", "/info")["batch_size"] > 0  # environments deliver to no other API
+            # environments deliver to no other API
+            registered = request(port, "GET", "/info")["batch_size"] > 0
             if not registered or request(port, "GET", "/status")["queue_size"] > QUEUE:
                 time.sleep(0.01)
                 continue
@@ -194,11 +219,12 @@ def produce(port: int, log: str, first: int, seed: int) -> None:
         first += GROUP
 
 
-# --------------------------------------------------------------------------------------------------------------- proxy
+# -------------------------------------------------------------------------------------------- proxy
 
 
 class Proxy:
-    """Passes requests on, and mistreats the next `GET /batch` that is about a batch, as `plan` says."""
+    """Passes requests on, and mistreats the next `GET /batch` that is about a batch, as `plan`
+    says."""
 
     def __init__(self, api_port: int, rng: random.Random) -> None:
         self.port = free_port()
@@ -234,7 +260,14 @@ class Proxy:
             self.plan = None
             return
         asked = await reader.readuntil(b"\r\n\r\n")
-        length = next((int(line[15:]) for line in asked.split(b"\r\n") if line.lower()[:15] == b"content-length:"), 0)
+        length = next(
+            (
+                int(line[15:])
+                for line in asked.split(b"\r\n")
+                if line.lower()[:15] == b"content-length:"
+            ),
+            0,
+        )
         asked += await reader.readexactly(length)
         is_pull = asked.startswith(b"GET /batch")
         if is_pull and self.plan == "drop request":
@@ -258,12 +291,13 @@ class Proxy:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._api_port)
         try:
             writer.write(asked)
-            return await reader.read()  # to the end: the client asks for the connection to be closed
+            # to the end: the client asks for the connection to be closed
+            return await reader.read()
         finally:
             writer.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ consumer
+# ----------------------------------------------------------------------------------------- consumer
 
 
 @dataclass
@@ -287,7 +321,11 @@ def consume(pipe: Any, port: int, folder: str, orders: Orders) -> None:
     if orders.read_only:
         os.seteuid(65534)  # root may write everywhere
     source = AtroposSource(
-        f"http://127.0.0.1:{port}", poll_interval=0.005, request_timeout=5, start_timeout=10, api_down_timeout=20
+        f"http://127.0.0.1:{port}",
+        poll_interval=0.005,
+        request_timeout=5,
+        start_timeout=10,
+        api_down_timeout=20,
     )
     reach = stages(orders, source)
     try:
@@ -319,7 +357,8 @@ def consume(pipe: Any, port: int, folder: str, orders: Orders) -> None:
             reach("handed out")
             trained += ids_of(rows)
             step += 1
-            if step % SAVE_EVERY == 0 and not (full or orders.read_only):  # a checkpoint could not be written either
+            # a checkpoint could not be written either
+            if step % SAVE_EVERY == 0 and not (full or orders.read_only):
                 reach("trained")
                 save(run, step, trained, source.state(), reach)
                 reach("saved")
@@ -342,17 +381,25 @@ def ids_of(rows: Sequence[Rollout]) -> list[int]:
 
 def load(run: Path) -> tuple[int, list[int], dict | None]:
     """Step, trained ids and the source's state of the last whole checkpoint."""
-    for path in sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name[11:]), reverse=True):
+    for path in sorted(
+        run.glob("checkpoint-*"), key=lambda path: int(path.name[11:]), reverse=True
+    ):
         try:
             saved = json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
-        return saved["step"], saved["trained"], saved["stateful_callbacks"]["RolloutState"]["attributes"]["source"]
+        return (
+            saved["step"],
+            saved["trained"],
+            saved["stateful_callbacks"]["RolloutState"]["attributes"]["source"],
+        )
     resumed = {} if (run / "rollouts").exists() else None
     return 0, [], resumed
 
 
-def save(run: Path, step: int, trained: list[int], state: dict, reach: Callable[[str], None]) -> None:
+def save(
+    run: Path, step: int, trained: list[int], state: dict, reach: Callable[[str], None]
+) -> None:
     """A checkpoint as transformers writes it, the trainer's state last; the oldest go."""
     folder = run / f"checkpoint-{step}"
     folder.mkdir(exist_ok=True)
@@ -405,8 +452,8 @@ def stages(orders: Orders, source: AtroposSource) -> Callable[[str], None]:
 
 
 def watch(source: AtroposSource, reach: Callable[[str], None]) -> None:
-    after(source._puller, "pull", lambda came: came and reach("pulled"))
-    after(source._spool, "append", lambda nothing: reach("spooled"))
+    after(source._feed.puller, "pull", lambda came: came and reach("pulled"))
+    after(source._feed.spool, "append", lambda nothing: reach("spooled"))
 
 
 def after(owner: Any, name: str, act: Callable[[Any], Any]) -> None:
@@ -421,7 +468,8 @@ def after(owner: Any, name: str, act: Callable[[Any], Any]) -> None:
 
 
 def note_syncs(log: Path) -> None:
-    """Notes what is surely on disk: the content of a file by its inode, the names in a folder by theirs."""
+    """Notes what is surely on disk: the content of a file by its inode, the names in a folder by
+    theirs."""
     notes = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     fsync = os.fsync
 
@@ -429,7 +477,9 @@ def note_syncs(log: Path) -> None:
         fsync(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if os.path.isdir(path):
-            entry = [f"{path}/{name} {os.stat(f'{path}/{name}').st_ino}" for name in os.listdir(path)]
+            entry = [
+                f"{path}/{name} {os.stat(f'{path}/{name}').st_ino}" for name in os.listdir(path)
+            ]
         else:
             entry = [str(os.fstat(descriptor).st_ino)]
         with suppress(OSError):  # the disk is full, by order: nothing else is written from here on
@@ -439,12 +489,14 @@ def note_syncs(log: Path) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Keeps what files were before another was renamed onto them: until that is synced, it may be what is on disk."""
+    """Keeps what files were before another was renamed onto them: until that is synced, it may be
+    what is on disk."""
     folder.mkdir(exist_ok=True)
     replace = os.replace
 
     def kept(source: Any, target: Any) -> None:
-        with suppress(OSError):  # there is none, it is kept already, or nothing may be written, by order
+        # there is none, it is kept already, or nothing may be written, by order
+        with suppress(OSError):
             os.link(target, folder / f"{os.path.basename(target)}.{os.stat(target).st_ino}")
         replace(source, target)
 
@@ -467,12 +519,15 @@ class Consumer:
 
     def __init__(self, work: Callable, port: int, folder: Path, orders: Orders) -> None:
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=work, args=(there, port, str(folder), orders), daemon=True)
+        self.process = context.Process(
+            target=work, args=(there, port, str(folder), orders), daemon=True
+        )
         self.process.start()
         there.close()
 
     def steps(self, number: int) -> bool:
-        """Waits for some steps. Returns False if the process has ended before; raises what it told of."""
+        """Waits for some steps. Returns False if the process has ended before; raises what it told
+        of."""
         deadline = time.monotonic() + PATIENCE
         while number:
             try:
@@ -513,12 +568,12 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-# ----------------------------------------------------------------------------------------------------------- the audit
+# ---------------------------------------------------------------------------------------- the audit
 
 
 @dataclass
 class Spooled:
-    part: Part
+    header: FileHeader
     ids: list[int]
 
 
@@ -526,30 +581,34 @@ def about(run: Path) -> dict[str, Any]:
     return json.loads((run / "rollouts" / "spool.meta").read_text())
 
 
-def parts(run: Path) -> list[tuple[Path, Part]]:
-    """What the files of a spool say of themselves, oldest first; also while the consumer is running."""
+def headers(run: Path) -> list[tuple[Path, FileHeader]]:
+    """What the files of a spool say of themselves, oldest first; also while the consumer is
+    running."""
     files = sorted(run.glob("rollouts/rows-*.arrow"))
     if not (run / "rollouts" / "spool.meta").exists():
         assert not files, f"{files} belong to no spool"
         return []  # the power was cut before anything was there
     name = about(run)["name"]
-    return [(path, read_part(path, name)) for path in files]
+    return [(path, read_header(path, name)) for path in files]
 
 
 def spooled(run: Path) -> list[Spooled]:
     """All files of a spool, read without the package's reader of rows."""
     found = []
-    for path, part in parts(run):
+    for path, header in headers(run):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         ids = [row_id(completion) for completion in table.column("completion_ids").to_pylist()]
-        assert table.column("index").to_pylist() == list(range(part.start + part.missing, part.end)), path
-        found.append(Spooled(part, ids))
+        assert table.column("index").to_pylist() == list(
+            range(header.start + header.missing, header.end)
+        ), path
+        found.append(Spooled(header, ids))
     return found
 
 
 @dataclass
 class Audit:
-    """What must hold whenever the consumer is not running. `load` reads its last whole checkpoint."""
+    """What must hold whenever the consumer is not running. `load` reads its last whole
+    checkpoint."""
 
     run: Path
     load: Callable[[Path], tuple[int, list[int], dict | None]]
@@ -568,22 +627,29 @@ class Audit:
             return
         cursor, books = state["cursor"], state["books"]
         assert step * BATCH == len(trained) == books["trained"]
-        before = [file for file in files if file.part.start < cursor]
-        expected = [row for file in before for row in file.ids[: max(0, cursor - file.part.start - file.part.missing)]]
+        before = [file for file in files if file.header.start < cursor]
+        expected = [
+            row
+            for file in before
+            for row in file.ids[: max(0, cursor - file.header.start - file.header.missing)]
+        ]
         assert trained == expected, f"trained are other rows than those below the cursor {cursor}"
         end = 0
         for file in before:
-            assert file.part.start == end, f"rows {end} to {file.part.start} are nowhere"
-            end = file.part.end
+            assert file.header.start == end, f"rows {end} to {file.header.start} are nowhere"
+            end = file.header.end
         dropped: Counter[str] = Counter()
         for file in before:
-            dropped.update(file.part.dropped)
+            dropped.update(file.header.dropped)
         assert dropped == Counter(books["dropped"]), f"{books}, but the files say {dropped}"
-        assert sum(file.part.lost_with_api for file in before) == books["lost_with_api"]
-        assert len(trained) + dropped.total() + books["lost_with_api"] == cursor, f"{books} do not add up to {cursor}"
+        assert sum(file.header.lost_with_api for file in before) == books["lost_with_api"]
+        assert len(trained) + dropped.total() + books["lost_with_api"] == cursor, (
+            f"{books} do not add up to {cursor}"
+        )
 
     def owed(self, api: Api) -> int:
-        """Rows that the API has assembled and that are not in the spool, neither as rows nor as lost; -1 = not yet."""
+        """Rows that the API has assembled and that are not in the spool, neither as rows nor as
+        lost; -1 = not yet."""
         alive = api.held()
         if alive.registration is None:
             return -1
@@ -591,8 +657,13 @@ class Audit:
         if first_step is None:  # an earlier run's, where this one has not joined yet
             return -1
         assembled = BATCH * (alive.step - first_step)
-        received = sum(part.size for _, part in parts(self.run) if part.region.registration == alive.registration)
-        # A restarted API may have assembled a batch before this run noticed, and joined at the step after it.
+        received = sum(
+            header.size
+            for _, header in headers(self.run)
+            if header.delivery.registration == alive.registration
+        )
+        # A restarted API may have assembled a batch before this run noticed, and joined at the step
+        # after it.
         return max(0, assembled - received)
 
     def close(self, dead: list[Dead]) -> None:
@@ -602,21 +673,26 @@ class Audit:
         first_steps = about(self.run)["registrations"]
         by_api: Counter[str] = Counter()
         for file in files:
-            by_api[file.part.region.registration] += file.part.size
+            by_api[file.header.delivery.registration] += file.header.size
         for one in dead:
             if one.registration in first_steps:
                 produced = one.produced + BATCH * (one.step - first_steps[one.registration])
-                assert by_api[one.registration] <= produced, f"{by_api[one.registration]} rows from {produced}"
-        end = files[-1].part.end
-        assert sum(by_api.values()) == end, f"the files hold {sum(by_api.values())} rows up to index {end}"
-        cursor = self.load(self.run)[2]["cursor"]
-        assert end - cursor < BATCH + sum(file.part.missing for file in files if file.part.start >= cursor), (
-            f"{end - cursor} rows are left over"
+                assert by_api[one.registration] <= produced, (
+                    f"{by_api[one.registration]} rows from {produced}"
+                )
+        end = files[-1].header.end
+        assert sum(by_api.values()) == end, (
+            f"the files hold {sum(by_api.values())} rows up to index {end}"
         )
+        cursor = self.load(self.run)[2]["cursor"]
+        assert end - cursor < BATCH + sum(
+            file.header.missing for file in files if file.header.start >= cursor
+        ), f"{end - cursor} rows are left over"
 
 
 def cut_power(run: Path) -> None:
-    """What was not synced is gone: the content of files, and their names, which mean again what they meant before."""
+    """What was not synced is gone: the content of files, and their names, which mean again what
+    they meant before."""
     synced = set((run / "syncs.log").read_text().split("\n"))
 
     def is_sure(path: Path, inode: int) -> bool:
@@ -626,16 +702,21 @@ def cut_power(run: Path) -> None:
         if is_sure(path, path.stat().st_ino):
             continue
         path.unlink()
-        before = [file for file in run.glob(f"replaced/{path.name}.*") if is_sure(path, file.stat().st_ino)]
+        before = [
+            file
+            for file in run.glob(f"replaced/{path.name}.*")
+            if is_sure(path, file.stat().st_ino)
+        ]
         if before:
             max(before, key=lambda file: file.stat().st_ctime_ns).rename(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 class Run:
-    """One run with everything around it, and its faults. A consumer does `work`, and `load` reads what it saved."""
+    """One run with everything around it, and its faults. A consumer does `work`, and `load` reads
+    what it saved."""
 
     work = staticmethod(consume)
     load = staticmethod(load)
@@ -779,7 +860,11 @@ class Run:
             consumer.steps(10**6)
             raise AssertionError("the consumer has died")
         except RolloutError as error:
-            assert reason in str(error) and str(self.folder) in str(error) and "Make room" in str(error), error
+            assert (
+                reason in str(error)
+                and str(self.folder) in str(error)
+                and "Make room" in str(error)
+            ), error
         consumer.told()
         self.consumer = None
 
@@ -808,7 +893,9 @@ class Run:
             self.start_consumer()
         deadline = time.monotonic() + DRAIN
         while (owed := self.audit.owed(self.api)) or self.api.held().produced >= BATCH:
-            assert time.monotonic() < deadline, f"{owed} rows that the API assembled are not in the books"
+            assert time.monotonic() < deadline, (
+                f"{owed} rows that the API assembled are not in the books"
+            )
             time.sleep(0.02)
         self.drain()
         self.audit.close(self.dead)
@@ -827,9 +914,15 @@ class Run:
 
 
 def run_faults(
-    folder: Path, number: int, seed: int, per_run: int = 6, of: type[Run] = Run, kinds: Sequence[str] = KINDS
+    folder: Path,
+    number: int,
+    seed: int,
+    per_run: int = 6,
+    of: type[Run] = Run,
+    kinds: Sequence[str] = KINDS,
 ) -> Counter[str]:
-    """Inflicts `number` faults, all `kinds` about as often, in runs of `per_run`. Returns how many of each kind."""
+    """Inflicts `number` faults, all `kinds` about as often, in runs of `per_run`. Returns how many
+    of each kind."""
     rng = random.Random(seed)
     drawn: list[str] = []
     while len(drawn) < number:
@@ -847,7 +940,9 @@ def run_faults(
             done.append("the end")
             run.finish()
         except BaseException as error:
-            error.add_note(f"run {index} of seed {seed}, after: {', '.join(done)}; its folder is {run.folder}")
+            error.add_note(
+                f"run {index} of seed {seed}, after: {', '.join(done)}; its folder is {run.folder}"
+            )
             raise
         finally:
             run.end()

@@ -11,10 +11,10 @@ import pytest
 from tests.rollout_factory import record
 from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.intake import VersionBook
 from trl_atropos.rollouts.pull import LOOK_AGAIN
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 
 WAIT = 30.0  # seconds, for what is already on its way
 SHORT = 0.2  # seconds, where nothing may come
@@ -66,7 +66,9 @@ def deliver_nan_batch(api: Api) -> None:
         api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
 
 
-def test_start_registers_the_batch_size_and_a_length_limit_that_lets_the_longest_sequence_in(api, open_source):
+def test_start_registers_the_batch_size_and_a_length_limit_that_lets_the_longest_sequence_in(
+    api, open_source
+):
     open_source(api.url)
     assert api.get("/info") == {"batch_size": 4, "max_token_len": 65}
 
@@ -76,16 +78,25 @@ def test_start_hands_environments_the_starting_step(api, open_source, run_info):
     assert api.get("/status")["current_step"] == 7
 
 
-def test_environments_are_told_of_the_run_and_of_no_last_step(api, open_source, run_info, monkeypatch, tmp_path):
-    """One that stopped after the run's own number of steps would count batches that were dropped."""
+def test_environments_are_told_of_the_run_and_of_no_last_step(
+    api, open_source, run_info, monkeypatch, tmp_path
+):
+    """One that stopped after the run's own number of steps would count batches that were
+    dropped."""
     monkeypatch.chdir(tmp_path)
     source = open_source(api.url, run=run_info(output_dir="run", save_steps=3, starting_step=2))
     assert source.poll(4, SHORT) is None  # lets environments in
     body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
     told = api.post("/register-env", body)
-    assert (told["starting_step"], told["num_steps"], told["checkpoint_interval"]) == (2, 2**31 - 1, 3)
-    assert told["checkpoint_dir"] == str(tmp_path / "run")  # environments run in folders of their own
-    assert api.get("/wandb_info")["group"].startswith("test-")  # and what tells this run's registrations apart
+    assert (told["starting_step"], told["num_steps"], told["checkpoint_interval"]) == (
+        2,
+        2**31 - 1,
+        3,
+    )
+    # environments run in folders of their own
+    assert told["checkpoint_dir"] == str(tmp_path / "run")
+    # and what tells this run's registrations apart
+    assert api.get("/wandb_info")["group"].startswith("test-")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +114,9 @@ def test_requests_are_held_by_default_where_what_they_sampled_would_be_stale(set
     assert AtroposSource("http://127.0.0.1:1", **settings).hold_requests is held
 
 
-def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(api, open_source):
+def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(
+    api, open_source
+):
     class Book(VersionBook):
         def hold_requests(self, held: bool, let_in: float) -> None:
             assert held or let_in == 1
@@ -117,7 +130,8 @@ def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_grou
     calls.clear()
     api.deliver(*numbered_groups(4))
     assert source.poll(4, LOOK_AGAIN / 2) is None
-    assert calls[0] is False and calls.count(True) <= 1  # of some fifteen looks, one may ask for a batch
+    # of some fifteen looks, one may ask for a batch
+    assert calls[0] is False and calls.count(True) <= 1
     api.deliver(*numbered_groups(6))
     assert scores(source, 4) == [4, 5, 6, 7]
     assert calls[-1]
@@ -136,7 +150,9 @@ def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_so
     source = open_source(api.url)
     assert api.post("/register-env", environment)["status"] == "wait for trainer to start"
     poll_until(
-        source, lambda: api.post("/register-env", environment)["status"] == "success", "the environment is let in"
+        source,
+        lambda: api.post("/register-env", environment)["status"] == "success",
+        "the environment is let in",
     )
 
 
@@ -144,7 +160,9 @@ def test_a_live_registration_with_another_batch_size_is_refused_with_both_values
     api, open_source, run_info
 ):
     open_source(api.url)
-    with pytest.raises(RolloutError, match=r"batch_size 4 .* needs batch_size 8 [\s\S]*`reset_api: true`"):
+    with pytest.raises(
+        RolloutError, match=r"batch_size 4 .* needs batch_size 8 [\s\S]*`reset_api: true`"
+    ):
         open_source(api.url, run=run_info(batch_size=8))
 
 
@@ -162,7 +180,9 @@ def test_a_restarted_trainer_gets_what_the_live_api_kept(api, open_source):
     assert scores(open_source(api.url), 4) == [1, 2, 2, 3]
 
 
-def test_an_api_spoiled_by_a_delivery_before_any_registration_is_healed(restartable_api, open_source):
+def test_an_api_spoiled_by_a_delivery_before_any_registration_is_healed(
+    restartable_api, open_source
+):
     restartable_api.deliver(make_group(0, 1))
     source = open_source(restartable_api.url)
     restartable_api.deliver(*numbered_groups(5, 6))
@@ -175,10 +195,13 @@ def test_rows_of_a_burst_come_oldest_first(api, open_source):
     assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
 
 
-def test_what_an_earlier_trainer_left_in_a_burst_comes_oldest_first_and_before_newer_rollouts(api, open_source):
+def test_what_an_earlier_trainer_left_in_a_burst_comes_oldest_first_and_before_newer_rollouts(
+    api, open_source
+):
     open_source(api.url)
     api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
-    api.get("/batch")  # the earlier trainer took the newest batch of the burst, groups 5 and 6, and died
+    # the earlier trainer took the newest batch of the burst, groups 5 and 6, and died
+    api.get("/batch")
     source = open_source(api.url)
     api.deliver(*numbered_groups(7, 8))
     assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 8, 9]
@@ -210,7 +233,9 @@ def test_a_batch_with_a_nan_is_lost_and_counted_and_the_next_one_comes(api, open
     assert source.metrics()["rollouts/lost_batches"] == 1
 
 
-def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_environments(api, open_source, caplog):
+def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_environments(
+    api, open_source, caplog
+):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
     source._feed._pull()  # the newest batch of the burst,
@@ -222,8 +247,12 @@ def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_env
     assert "NaN" not in caplog.text
 
 
-def test_two_trainers_on_one_api_are_told_of_each_other_and_each_row_goes_to_one(api, open_source, run_info, caplog):
-    sources = [open_source(api.url, run=run_info(output_dir=run_info().output_dir + name)) for name in "ab"]
+def test_two_trainers_on_one_api_are_told_of_each_other_and_each_row_goes_to_one(
+    api, open_source, run_info, caplog
+):
+    sources = [
+        open_source(api.url, run=run_info(output_dir=run_info().output_dir + name)) for name in "ab"
+    ]
     every = [score for tag in range(10, 90) for score in (tag, tag + 1)]
     seen: list[list[float]] = [[], []]
     for tag in range(10, 90, 8):
@@ -248,7 +277,9 @@ def test_a_lost_batch_inside_a_burst_leaves_the_others_in_order(api, open_source
     assert source.metrics()["rollouts/lost_batches"] == 1
 
 
-def test_a_malformed_group_is_dropped_with_its_reason_and_the_rest_of_its_batch_is_used(api, open_source, caplog):
+def test_a_malformed_group_is_dropped_with_its_reason_and_the_rest_of_its_batch_is_used(
+    api, open_source, caplog
+):
     source = open_source(api.url)
     with caplog.at_level(logging.WARNING):
         api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
@@ -266,7 +297,9 @@ def test_metrics_count_since_the_last_call(api, open_source):
     assert "rollouts/unknown_logprobs" not in source.metrics()
 
 
-def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost(restartable_api, open_source, caplog):
+def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost(
+    restartable_api, open_source, caplog
+):
     source = open_source(restartable_api.url)
     assert source.poll(4, SHORT) is None
     restartable_api.stop()
@@ -276,7 +309,8 @@ def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost
         poll_until_registered(source, restartable_api)
     restartable_api.deliver(*numbered_groups(1, 2))
     assert scores(source, 4) == [1, 2, 2, 3]
-    assert [source.metrics()["rollouts/api_restarts"] for _ in range(2)] == [1, 0]  # since the last call
+    # since the last call
+    assert [source.metrics()["rollouts/api_restarts"] for _ in range(2)] == [1, 0]
     assert "Environments do not register again by themselves: restart them" in caplog.text
 
 
@@ -289,11 +323,14 @@ def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source
     assert scores(source, 4) == [1, 2, 2, 3]
 
 
-def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(restartable_api, open_source):
+def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(
+    restartable_api, open_source
+):
     source = open_source(restartable_api.url, api_down_timeout=0.5)
     restartable_api.stop()
     with pytest.raises(
-        RolloutError, match=rf"{restartable_api.url} has given no usable answer for .*atroposlib\.cli\.run_api"
+        RolloutError,
+        match=rf"{restartable_api.url} has given no usable answer for .*atroposlib\.cli\.run_api",
     ):
         source.poll(4, WAIT)
 
@@ -301,7 +338,8 @@ def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(restartab
 def test_no_api_at_the_url_is_an_error_that_tells_how_to_start_one(open_source):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(
-        RolloutError, match=rf"No Atropos API answered at {url} within 0.1 s.*atroposlib\.cli\.run_api"
+        RolloutError,
+        match=rf"No Atropos API answered at {url} within 0.1 s.*atroposlib\.cli\.run_api",
     ):
         open_source(url, start_timeout=0.1)
 
@@ -320,7 +358,9 @@ def test_another_server_at_the_url_is_refused(open_source, tmp_path):
         server.shutdown()
 
 
-def test_batches_as_the_api_delivers_them_replay_as_the_same_rollouts(api, open_source, run_info, tmp_path):
+def test_batches_as_the_api_delivers_them_replay_as_the_same_rollouts(
+    api, open_source, run_info, tmp_path
+):
     source = open_source(api.url)
     groups = numbered_groups(1, 2, 3, 4)
     api.deliver(*groups)

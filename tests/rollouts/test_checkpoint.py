@@ -1,4 +1,5 @@
-"""The source's state in the trainer's checkpoints: real trainer, real Atropos API. Nobody samples the policy."""
+"""The source's state in the trainer's checkpoints: real trainer, real Atropos API. Nobody samples
+the policy."""
 
 import json
 from pathlib import Path
@@ -38,14 +39,22 @@ def run(api: Api, tiny_model: Path, tmp_path: Path):
         def start(self, run):
             super().start(run)
             if groups:
-                api.deliver(*groups)  # only now: an API that takes any before a trainer has registered is spoiled
+                # only now: an API that takes any before a trainer has registered is spoiled
+                api.deliver(*groups)
             groups.clear()
 
     def train(resume: int | None = None, deliver: bool = False, **settings) -> list[list[int]]:
         if deliver or resume is None:
-            groups.extend(group for seed in range(6) for group in uniform_batch(tiny_model, 4, 2, seed))
+            groups.extend(
+                group for seed in range(6) for group in uniform_batch(tiny_model, 4, 2, seed)
+            )
         source = Delivered(api.url)
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "replay_paths": ["given"]}
+        options = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "replay_paths": ["given"],
+        }
         options |= {"rollout_timeout": 30.0} | settings
         config = AtroposGRPOConfig(**arguments(tmp_path / "run", **options))
         trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
@@ -69,12 +78,24 @@ def test_a_checkpoint_has_the_cursor_behind_its_last_row_and_a_resume_goes_on_th
     assert run() == batches(0, 1, 2, 3)
     assert saved(tmp_path, 2)["source"]["cursor"] == 2 * ROWS
     assert run(resume=2, max_steps=6) == batches(2, 3, 4, 5)
-    assert saved(tmp_path, 6)["source"]["books"] == {"trained": 6 * ROWS, "dropped": {}, "lost_with_api": 0}
+    assert saved(tmp_path, 6)["source"]["books"] == {
+        "trained": 6 * ROWS,
+        "dropped": {},
+        "lost_with_api": 0,
+    }
 
 
-@pytest.mark.parametrize(("iterations", "unfinished"), [(1, {1: 4, 2: 0, 3: 4}), (2, {1: 4, 2: 0, 3: 0, 4: 0})])
-def test_a_checkpoint_in_the_middle_of_a_batch_knows_which_rows_are_not_trained(run, tmp_path, iterations, unfinished):
-    options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": iterations}
+@pytest.mark.parametrize(
+    ("iterations", "unfinished"), [(1, {1: 4, 2: 0, 3: 4}), (2, {1: 4, 2: 0, 3: 0, 4: 0})]
+)
+def test_a_checkpoint_in_the_middle_of_a_batch_knows_which_rows_are_not_trained(
+    run, tmp_path, iterations, unfinished
+):
+    options = {
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 2,
+        "num_iterations": iterations,
+    }
     run(**options)
     assert {step: saved(tmp_path, step)["unfinished_rows"] for step in unfinished} == unfinished
     run(resume=1, **options)

@@ -1,4 +1,5 @@
-"""Environments of the recipes, of a run that goes on or started again themselves, ask other questions than before."""
+"""Environments of the recipes, of a run that goes on or started again themselves, ask other
+questions than before."""
 
 import asyncio
 import importlib
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from atroposlib.envs.base import BaseEnv
 
-from tests.miniature_model import REASONING_GYM
+from tests.end_to_end.miniature_model import REASONING_GYM
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.rollouts.source import AtroposSource
 
@@ -34,7 +35,8 @@ ENVIRONMENTS = {
 
 @pytest.fixture
 def start(api: Api, run_info):
-    """Starts sources, each the next life of one run, at an API that knows of nothing, and lets environments in."""
+    """Starts sources, each the next life of one run, at an API that knows of nothing, and lets
+    environments in."""
     opened = []
 
     def begin(state: dict | None = None) -> AtroposSource:
@@ -64,13 +66,20 @@ def train(api: Api, source: AtroposSource, batches: int) -> None:
         assert source.poll(BATCH, 30) is not None
 
 
-def asked(recipe: str, source: AtroposSource, url: str, settings: dict[str, Any], number: int) -> list[Any]:
-    """What an environment that is started now asks for first. The source goes on asking for batches, as in a run."""
+def asked(
+    recipe: str, source: AtroposSource, url: str, settings: dict[str, Any], number: int
+) -> list[Any]:
+    """What an environment that is started now asks for first. The source goes on asking for
+    batches, as in a run."""
     module = importlib.import_module(f"recipes.{recipe}.environment")
     environment: type[BaseEnv] = getattr(module, ENVIRONMENTS[recipe])
     config, servers = environment.config_init()
-    config = config.model_copy(update={"rollout_server_url": url, "group_size": GROUP, "seed": 42, **settings})
-    servers = [server.model_copy(update={"model_name": config.tokenizer_name}) for server in servers]
+    config = config.model_copy(
+        update={"rollout_server_url": url, "group_size": GROUP, "seed": 42, **settings}
+    )
+    servers = [
+        server.model_copy(update={"model_name": config.tokenizer_name}) for server in servers
+    ]
 
     async def ask() -> list[Any]:
         one = environment(config, servers)
@@ -99,7 +108,9 @@ def asked(recipe: str, source: AtroposSource, url: str, settings: dict[str, Any]
 def test_an_environment_goes_on_where_the_run_is(recipe, api, start, tiny_model, tmp_path):
     if recipe == "reasoning_gym" and REASONING_GYM is None:
         pytest.skip("reasoning-gym is not installed")
-    lines = [json.dumps({"question": f"{number}?", "answer": f"#### {number}"}) for number in range(50)]
+    lines = [
+        json.dumps({"question": f"{number}?", "answer": f"#### {number}"}) for number in range(50)
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     settings: dict[str, Any] = {"tokenizer_name": str(tiny_model)}
     settings |= {"dataset": str(tmp_path / "questions.jsonl")} if recipe == "gsm8k" else {}
@@ -125,12 +136,14 @@ def test_an_environment_goes_on_where_the_run_is(recipe, api, start, tiny_model,
         assert first[:8] not in (started_again, of_resumed, of_other_api)
 
 
-# ------------------------------------------------------------------------------------------- a file of its own
+# -------------------------------------------------------------------------------- a file of its own
 
 
 @pytest.fixture
 def data(tmp_path) -> str:
-    lines = [json.dumps({"question": f"{number}?", "answer": f"#### {number}"}) for number in range(20)]
+    lines = [
+        json.dumps({"question": f"{number}?", "answer": f"#### {number}"}) for number in range(20)
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     return str(tmp_path / "questions.jsonl")
 
@@ -139,8 +152,12 @@ def gsm8k(tiny_model: Path, data: str, **settings: Any) -> BaseEnv:
     from recipes.gsm8k.environment import GSM8KEnv
 
     config, servers = GSM8KEnv.config_init()
-    config = config.model_copy(update={"tokenizer_name": str(tiny_model), "dataset": data, "seed": 42, **settings})
-    return GSM8KEnv(config, [server.model_copy(update={"model_name": str(tiny_model)}) for server in servers])
+    config = config.model_copy(
+        update={"tokenizer_name": str(tiny_model), "dataset": data, "seed": 42, **settings}
+    )
+    return GSM8KEnv(
+        config, [server.model_copy(update={"model_name": str(tiny_model)}) for server in servers]
+    )
 
 
 def next_of(environment: BaseEnv, number: int) -> list[str]:
@@ -151,7 +168,9 @@ def next_of(environment: BaseEnv, number: int) -> list[str]:
     return [item and item["question"] for item in asyncio.run(ask())]
 
 
-def test_no_question_is_asked_again_before_all_have_been_whenever_the_environment_ends(tiny_model, data, tmp_path):
+def test_no_question_is_asked_again_before_all_have_been_whenever_the_environment_ends(
+    tiny_model, data, tmp_path
+):
     state, asked = str(tmp_path / "state"), []
     for number in (1, 7, 0, 20, 12):  # lives of the environment
         asked += next_of(gsm8k(tiny_model, data, state_file=state), number)
@@ -162,7 +181,9 @@ def test_no_question_is_asked_again_before_all_have_been_whenever_the_environmen
     assert next_of(gsm8k(tiny_model, data, state_file=state), 20) == asked[:20]
 
 
-def test_the_test_split_is_asked_once_in_its_order_whatever_was_asked_for_training(tiny_model, data, tmp_path):
+def test_the_test_split_is_asked_once_in_its_order_whatever_was_asked_for_training(
+    tiny_model, data, tmp_path
+):
     (tmp_path / "state").write_text("7")
     environment = gsm8k(tiny_model, data, split="test", state_file=str(tmp_path / "state"))
     assert next_of(environment, 22) == [*(f"{number}?" for number in range(20)), None, None]
@@ -174,7 +195,9 @@ def serving(config: Path, log: Path) -> Iterator[subprocess.Popen]:
     """The real environment's process, which is killed at the end."""
     command = [sys.executable, "recipes/gsm8k/environment.py", "serve", "--config", str(config)]
     with open(log, "w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -183,7 +206,9 @@ def serving(config: Path, log: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.slow(30)
-def test_an_environment_that_is_killed_goes_on_behind_the_questions_in_flight(api, start, tiny_model, data, tmp_path):
+def test_an_environment_that_is_killed_goes_on_behind_the_questions_in_flight(
+    api, start, tiny_model, data, tmp_path
+):
     """None is answered: there is no server."""
     source = start()
     nowhere = {
@@ -193,14 +218,26 @@ def test_an_environment_that_is_killed_goes_on_behind_the_questions_in_flight(ap
         "api_key": "none",
     }
     state, config = tmp_path / "mine.state", tmp_path / "mine.yaml"
-    env = {"rollout_server_url": api.url, "tokenizer_name": str(tiny_model), "dataset": data, "state_file": str(state)}
-    env |= {"group_size": GROUP, "max_num_workers": BATCH // GROUP, "use_wandb": False, "total_steps": -1}
+    env = {
+        "rollout_server_url": api.url,
+        "tokenizer_name": str(tiny_model),
+        "dataset": data,
+        "state_file": str(state),
+    }
+    env |= {
+        "group_size": GROUP,
+        "max_num_workers": BATCH // GROUP,
+        "use_wandb": False,
+        "total_steps": -1,
+    }
     config.write_text(yaml.safe_dump({"env": env, "openai": [nowhere, nowhere], "slurm": False}))
     for life in (1, 2):
         log = tmp_path / f"{life}.log"
         with serving(config, log) as process:
             deadline = time.monotonic() + 120
             while not state.exists() or int(state.read_text()) < life * BATCH // GROUP:
-                assert time.monotonic() < deadline and process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline and process.poll() is None, log.read_text()[
+                    -3000:
+                ]
                 source.poll(BATCH, 0.1)
         assert int(state.read_text()) == life * BATCH // GROUP

@@ -1,4 +1,5 @@
-"""Whatever comes off the wire, the door neither breaks nor hangs: it rejects with a reason or gives the right rows."""
+"""Whatever comes off the wire, the door neither breaks nor hangs: it rejects with a reason or gives
+the right rows."""
 
 import http.server
 import json
@@ -41,7 +42,12 @@ def no_warnings(caplog):
     caplog.set_level(logging.ERROR)  # there are thousands
 
 
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@settings(
+    max_examples=10_000,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=not FULL,
+)
 @given(body=malformed_bodies)
 def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(body):
     single = ("raw", "zero", "refuse")[len(body) % 3]
@@ -53,7 +59,9 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
         assert expected is None or not is_strict(body), f"refused ({error}), but it is a batch"
         return
     if expected is None:  # a group that cannot be read must not cost the others of its batch
-        assert any(isinstance(group, RejectedGroup) for group in groups), "it is no batch, but was taken for one"
+        assert any(isinstance(group, RejectedGroup) for group in groups), (
+            "it is no batch, but was taken for one"
+        )
         assert door().admit([group for group in groups if isinstance(group, RejectedGroup)]) == []
         return
     assert (groups is None) == (expected is NO_BATCH_YET)
@@ -61,9 +69,13 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
         compare(group, as_json, single)
 
 
-@settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@settings(
+    max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL
+)
 @given(body=malformed_bodies, evaluation=st.booleans())
-def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropped(body, evaluation):
+def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropped(
+    body, evaluation
+):
     for sent in read(body) or []:
         if evaluation and isinstance(sent, dict):
             sent["group_overrides"] = {"evaluation": True}
@@ -81,12 +93,17 @@ def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropp
 
 
 def read(body: bytes) -> list[Any] | None:
-    """The groups as `json` reads them, NO_BATCH_YET for a null batch, or None if this is no batch."""
+    """The groups as `json` reads them, NO_BATCH_YET for a null batch, or None if this is no
+    batch."""
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(reply, dict) or "batch" not in reply or reply.get("status") not in (None, "error"):
+    if (
+        not isinstance(reply, dict)
+        or "batch" not in reply
+        or reply.get("status") not in (None, "error")
+    ):
         return None
     batch = reply["batch"]
     return NO_BATCH_YET if batch is None else batch if isinstance(batch, list) else None
@@ -107,7 +124,9 @@ def compare(group: Any, as_json: Any, single: str) -> None:
     if intake.metrics()["rollouts/rejected_groups"]:
         rows = None
     try:
-        expected = oracle.judge(as_json, longest=LONGEST, sampled_at=TEMPERATURE, single=single, vocabulary=VOCABULARY)
+        expected = oracle.judge(
+            as_json, longest=LONGEST, sampled_at=TEMPERATURE, single=single, vocabulary=VOCABULARY
+        )
     except oracle.Rejected:
         assert rows is None, f"{as_json} must be rejected"
         return
@@ -128,7 +147,9 @@ def compare_rows(row: Rollout, wanted: dict[str, Any]) -> None:
         assert row.token_advantages.dtype == np.float32
         assert same_floats(row.token_advantages, wanted["token_advantages"])
     for name in ("score", "zero_advantage", "raw_advantage", "sft", "env_id"):
-        assert getattr(row, name) == wanted[name] and type(getattr(row, name)) is type(wanted[name]), name
+        assert getattr(row, name) == wanted[name] and type(getattr(row, name)) is type(
+            wanted[name]
+        ), name
     scale = 1 + abs(wanted["score"]) + abs(wanted["group_mean"]) + wanted["group_std"]
     assert abs(row.group_mean - wanted["group_mean"]) < 1e-5 * scale
     assert abs(row.group_std - wanted["group_std"]) < 1e-3 * scale
@@ -149,7 +170,10 @@ def compare_teachers(row: Rollout, wanted: list[list[tuple[int, float]]] | None)
         return
     assert row.distill_ids.shape == row.distill_logprobs.shape
     assert (row.distill_ids.dtype, row.distill_logprobs.dtype) == (np.int32, np.float32)
-    got = [list(zip(*pair)) for pair in zip(row.distill_ids.tolist(), row.distill_logprobs.tolist(), strict=True)]
+    got = [
+        list(zip(*pair))
+        for pair in zip(row.distill_ids.tolist(), row.distill_logprobs.tolist(), strict=True)
+    ]
     assert all((i == -1) == math.isnan(value) for position in got for i, value in position)
     assert [[pair for pair in position if pair[0] != -1] for position in got] == wanted
 
@@ -160,7 +184,7 @@ def without_half_pairs(text: str) -> str:
     return json.dumps(json.loads(encodable))
 
 
-# ------------------------------------------------------------------------------------------- over a real connection
+# --------------------------------------------------------------------------- over a real connection
 
 
 @contextmanager
@@ -194,7 +218,11 @@ def test_a_body_of_100_mb_that_is_no_batch_is_lost_with_a_reason(name, body):
 
 def test_a_group_of_100_mb_is_left_out_and_the_others_of_its_batch_are_used():
     groups = [make_group(0, 1), make_group(8, 9, tokens=["LARGE", [7]]), make_group(2, 3)]
-    body = json.dumps({"batch": groups}).encode().replace(b'"LARGE"', b"[" + b"7," * (LARGE // 2) + b"7]")
+    body = (
+        json.dumps({"batch": groups})
+        .encode()
+        .replace(b'"LARGE"', b"[" + b"7," * (LARGE // 2) + b"7]")
+    )
     with answering(body) as client:
         rows = door().admit(client.batch().batch)
     assert [row.score for row in rows] == [0, 1, 2, 3]

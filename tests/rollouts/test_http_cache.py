@@ -1,4 +1,5 @@
-"""A real Atropos API behind an HTTP cache or another proxy: no batch is trained twice, and the advice is right."""
+"""A real Atropos API behind an HTTP cache or another proxy: no batch is trained twice, and the
+advice is right."""
 
 import threading
 import time
@@ -20,15 +21,17 @@ LIFETIME = 0.2  # seconds that a cache keeps an answer
 
 
 @contextmanager
-def proxy(api: Api, refuses: int = 0, keeps: str = "", obeys: bool = False, by_query: bool = False) -> Iterator[str]:
+def proxy(
+    api: Api, refuses: int = 0, keeps: str = "", obeys: bool = False, by_query: bool = False
+) -> Iterator[str]:
     """
     The URL of a proxy before the API.
 
     Args:
         refuses: a status with which it answers every request; 0 = none.
         keeps: answers to `GET`s of which paths it caches, by their beginning.
-        obeys: whether it does not answer from its cache if the request says `no-cache` or `no-store`.
-        by_query: whether the query is part of its key.
+        obeys: whether it does not answer from its cache if the request says `no-cache` or
+        `no-store`. by_query: whether the query is part of its key.
     """
     answers: dict[str, tuple[float, bytes]] = {}
 
@@ -37,7 +40,12 @@ def proxy(api: Api, refuses: int = 0, keeps: str = "", obeys: bool = False, by_q
             key = self.path if by_query else urlsplit(self.path).path
             asked_not_to = obeys and "no-" in self.headers.get("Cache-Control", "")
             came, body = answers.get(key, (0.0, b""))
-            if not keeps or not key.startswith(keeps) or asked_not_to or time.monotonic() - came > LIFETIME:
+            if (
+                not keeps
+                or not key.startswith(keeps)
+                or asked_not_to
+                or time.monotonic() - came > LIFETIME
+            ):
                 answer = requests.get(api.url + self.path, data=self._body(), timeout=WAIT)
                 body = answer.content
                 answers[key] = (time.monotonic(), body)
@@ -45,7 +53,11 @@ def proxy(api: Api, refuses: int = 0, keeps: str = "", obeys: bool = False, by_q
 
         def do_POST(self) -> None:
             headers = {"Content-Type": "application/json"}
-            self._answer(requests.post(api.url + self.path, data=self._body(), headers=headers, timeout=WAIT).content)
+            self._answer(
+                requests.post(
+                    api.url + self.path, data=self._body(), headers=headers, timeout=WAIT
+                ).content
+            )
 
         def _body(self) -> bytes:
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -82,7 +94,8 @@ def polled(source: AtroposSource, rollouts: int) -> list[Rollout]:
 
 
 OBEDIENT = {"keeps": "/", "obeys": True}
-BY_URL = {"keeps": "/", "by_query": True}  # as nginx, which does not look at the headers of a request
+# as nginx, which does not look at the headers of a request
+BY_URL = {"keeps": "/", "by_query": True}
 BATCHES_ONLY = {"keeps": "/batch"}
 
 
@@ -107,7 +120,8 @@ def test_every_row_behind_an_http_cache_is_handed_out_once(api, run_info, caplog
 
 
 def test_equal_batches_of_an_api_without_a_cache_are_all_handed_out(api, run_info, caplog):
-    """One by one, three at once, and again with another between them: only the API's step tells them from repeats."""
+    """One by one, three at once, and again with another between them: only the API's step tells
+    them from repeats."""
     equal, other = [make_group(1, 1)] * 2, [make_group(2, 2)] * 2
     with source_at(api.url, run_info()) as source:
         for _ in range(3):
@@ -130,10 +144,15 @@ def test_equal_batches_of_an_api_without_a_cache_are_all_handed_out(api, run_inf
         (403, "asks nobody for credentials, so a proxy or another server"),
         (407, "asks nobody for credentials, so a proxy or another server"),
         (429, "limits nobody, so a proxy before it does: exempt this trainer"),
-        (302, r"\(seen: https://elsewhere.example/\)\. Set `atropos_url` to where the API itself answers"),
+        (
+            302,
+            r"\(seen: https://elsewhere.example/\)\. Set `atropos_url` to where the API itself answers",
+        ),
     ],
 )
-def test_answer_of_a_proxy_is_told_with_advice_for_a_proxy(api, run_info: Callable[..., RunInfo], status, advice):
+def test_answer_of_a_proxy_is_told_with_advice_for_a_proxy(
+    api, run_info: Callable[..., RunInfo], status, advice
+):
     with (
         proxy(api, refuses=status) as url,
         pytest.raises(RolloutError, match=f"answered {status} .*{advice}"),

@@ -13,7 +13,9 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
 
 
-def rows(group, max_sequence_length=64, temperature=1.0, single_row_groups="refuse") -> list[Rollout]:
+def rows(
+    group, max_sequence_length=64, temperature=1.0, single_row_groups="refuse"
+) -> list[Rollout]:
     return admitted(
         group,
         max_sequence_length=max_sequence_length,
@@ -55,7 +57,9 @@ def test_a_group_that_is_marked_as_an_evaluation_is_never_trained_on():
     planted = make_group(1000, 500) | {"group_overrides": {"evaluation": True}}
     planted["generation_params"] = {"temperature": 0.1}
     intake = Intake(max_sequence_length=64, temperature=1.0, single_row_groups="refuse")
-    rollouts = intake.admit([parse_group(json.dumps(group).encode()) for group in (make_group(0, 1), planted)])
+    rollouts = intake.admit(
+        [parse_group(json.dumps(group).encode()) for group in (make_group(0, 1), planted)]
+    )
     assert [rollout.score for rollout in rollouts] == [0, 1]
     counted = intake.metrics()
     assert counted["rollouts/dropped_evaluation"] == 2
@@ -85,13 +89,19 @@ def test_empty_lists_and_null_both_mean_absent():
 
 @pytest.mark.parametrize("value", [1.0, math.nan, -math.inf, math.inf, None])
 def test_a_logprob_that_cannot_be_one_is_unknown(value):
-    row = rows(make_group(0, 1, inference_logprobs=[[1.0, 1.0, -0.5, value], [1.0, 1.0, -0.5, -0.1]]))[0]
+    row = rows(
+        make_group(0, 1, inference_logprobs=[[1.0, 1.0, -0.5, value], [1.0, 1.0, -0.5, -0.1]])
+    )[0]
     assert row.logprobs[0] == -0.5
     assert math.isnan(row.logprobs[1])
 
 
 def test_logprobs_sent_for_context_tokens_are_not_taken_over():
-    row = rows(make_group(0, 1, masks=[[-100, 8, -100, 9]] * 2, inference_logprobs=[[-0.1, -0.2, -0.3, -0.4]] * 2))[0]
+    row = rows(
+        make_group(
+            0, 1, masks=[[-100, 8, -100, 9]] * 2, inference_logprobs=[[-0.1, -0.2, -0.3, -0.4]] * 2
+        )
+    )[0]
     assert is_unknown(row.logprobs) == [False, True, False]
 
 
@@ -102,17 +112,38 @@ def test_unknown_keys_are_ignored():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"masks": [[-100, -100, 10, 9], [-100, -100, 11]]}, r"masks\[1\] has 3 entries for 4 tokens"),
-        ({"masks": [[-100, -100, 10, 9], [-100, -100, 12, 9]]}, r"masks\[1\]\[2\] is 12, neither -100 nor"),
+        (
+            {"masks": [[-100, -100, 10, 9], [-100, -100, 11]]},
+            r"masks\[1\] has 3 entries for 4 tokens",
+        ),
+        (
+            {"masks": [[-100, -100, 10, 9], [-100, -100, 12, 9]]},
+            r"masks\[1\]\[2\] is 12, neither -100 nor",
+        ),
         ({"masks": [[-100, -100, 10, 9]]}, "masks has 1 entries for 2 rollouts"),
-        ({"inference_logprobs": [[1.0, -0.5], [1.0, -0.5]]}, r"inference_logprobs\[0\] has 2 entries for 4"),
+        (
+            {"inference_logprobs": [[1.0, -0.5], [1.0, -0.5]]},
+            r"inference_logprobs\[0\] has 2 entries for 4",
+        ),
         ({"advantages": [[0.0, 0.0, 1.0, 1.0], [0.0]]}, r"advantages\[1\] has 1 entries for 4"),
-        ({"advantages": [[0.0, 0.0, 1.0, math.nan], [0.0] * 4]}, r"advantages\[0\]\[3\] is nan, not a finite number"),
+        (
+            {"advantages": [[0.0, 0.0, 1.0, math.nan], [0.0] * 4]},
+            r"advantages\[0\]\[3\] is nan, not a finite number",
+        ),
         ({"scores": [0.0, math.nan]}, r"scores\[1\] is nan, not a finite number"),
-        ({"scores": [0.0, 3e38]}, r"scores\[1\] is 3e\+38, not a finite number of at most 1\.1e\+12, .* overflow"),
-        ({"advantages": [[0.0, 0.0, -1e13, 1.0], [0.0] * 4]}, r"advantages\[0\]\[2\] is -10+\.0, not a finite number"),
+        (
+            {"scores": [0.0, 3e38]},
+            r"scores\[1\] is 3e\+38, not a finite number of at most 1\.1e\+12, .* overflow",
+        ),
+        (
+            {"advantages": [[0.0, 0.0, -1e13, 1.0], [0.0] * 4]},
+            r"advantages\[0\]\[2\] is -10+\.0, not a finite number",
+        ),
         ({"scores": [0.0]}, "scores has 1 entries for 2"),
-        ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is -1: expected `int` >= 0"),
+        (
+            {"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]},
+            r"tokens\[0\]\[2\] is -1: expected `int` >= 0",
+        ),
         (
             {"tokens": [[7, 8, 2**31, 9], [7, 8, 11, 9]]},
             r"tokens\[0\]\[2\] is 2147483648: expected `int` <= 2",
@@ -155,7 +186,10 @@ def test_a_group_of_one_with_an_empty_list_of_token_advantages_is_refused_too():
 
 
 def test_a_group_of_one_with_its_own_token_advantages_needs_no_setting():
-    assert rows(make_group(1, advantages=[[0.0, 0.0, 0.5, 0.25]]))[0].token_advantages.tolist() == [0.5, 0.25]
+    assert rows(make_group(1, advantages=[[0.0, 0.0, 0.5, 0.25]]))[0].token_advantages.tolist() == [
+        0.5,
+        0.25,
+    ]
 
 
 def test_set_advantage_to_zero_marks_only_its_row():
@@ -178,7 +212,9 @@ def test_another_temperature_is_refused_with_both_numbers():
     "fields", [{"group_overrides": {"temperature": 0.7}}, {"overrides": [{}, {"temperature": 0.7}]}]
 )
 def test_another_temperature_in_an_override_rejects_only_that_group(fields):
-    with pytest.raises(RejectedGroup, match=r"temperature 0\.7 \(an override\), .* temperature 1\.0"):
+    with pytest.raises(
+        RejectedGroup, match=r"temperature 0\.7 \(an override\), .* temperature 1\.0"
+    ):
         rows(make_group(0, 1, **fields))
     assert len(rows(make_group(0, 1, **fields), temperature=0.7)) == 2
 
@@ -200,15 +236,24 @@ def test_placeholder_tokens_are_refused():
     tokens = [list(range(128))] * 2
     masks = [[-100, *range(1, 128)]] * 2
     with pytest.raises(RejectedGroup, match="placeholder tokens") as refusal:
-        rows(make_group(0, 1, tokens=tokens, masks=masks, inference_logprobs=None), max_sequence_length=128)
+        rows(
+            make_group(0, 1, tokens=tokens, masks=masks, inference_logprobs=None),
+            max_sequence_length=128,
+        )
     assert "--openai.server_type vllm" in refusal.value.fix
 
 
-PLACEHOLDERS = {"tokens": [[0, 1, 2, 3]] * 2, "masks": [[-100, 1, 2, 3]] * 2, "inference_logprobs": None}
+PLACEHOLDERS = {
+    "tokens": [[0, 1, 2, 3]] * 2,
+    "masks": [[-100, 1, 2, 3]] * 2,
+    "inference_logprobs": None,
+}
 SPOILT = {
     "images": make_group(0, 1, images=["aGk="]),
     "placeholder tokens": make_group(0, 1, **PLACEHOLDERS),
-    "unknown tokens": make_group(0, 1, tokens=[[7, 8, 11, 99]] * 2, masks=[[-100, -100, 11, 99]] * 2),
+    "unknown tokens": make_group(
+        0, 1, tokens=[[7, 8, 11, 99]] * 2, masks=[[-100, -100, 11, 99]] * 2
+    ),
     "temperature": make_group(0, 1, generation_params={"temperature": 0.7}),
     "one rollout": make_group(1),
 }
@@ -218,7 +263,8 @@ SPOILT = {
 def test_spoilt_group_is_dropped_and_most_of_them_end_the_run(kind, caplog):
     good, spoilt = parse_group(make_group(0, 1)), parse_group(SPOILT[kind])
     intake = Intake(64, 1.0, "refuse", vocab_size=50)
-    assert len(intake.admit([spoilt, *[good] * 8, *[spoilt] * 7])) == 16  # half of them are no majority
+    # half of them are no majority
+    assert len(intake.admit([spoilt, *[good] * 8, *[spoilt] * 7])) == 16
     assert intake.total_dropped["rejected"] == 8 * len(SPOILT[kind]["tokens"])
     assert caplog.text.count("Dropped a group that cannot be trained on") == 1
     told = r"Of the last 17 groups of environment \S+, 9 cannot be trained on: "
@@ -234,7 +280,9 @@ def test_groups_that_are_spoilt_by_accident_never_end_the_run():
     assert Intake(64, 1.0, "refuse").admit([malformed] * 40) == []
 
 
-@pytest.mark.parametrize("fields", [{"group_overrides": {"sft": True}}, {"overrides": [{"sft": True}] * 2}])
+@pytest.mark.parametrize(
+    "fields", [{"group_overrides": {"sft": True}}, {"overrides": [{"sft": True}] * 2}]
+)
 def test_supervised_rows_have_no_logprobs_and_no_token_advantages(fields):
     for row in rows(make_group(0, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2, **fields)):
         assert row.sft and row.token_advantages is None
@@ -242,7 +290,9 @@ def test_supervised_rows_have_no_logprobs_and_no_token_advantages(fields):
 
 
 def test_one_sequence_of_a_group_may_be_supervised():
-    assert [row.sft for row in rows(make_group(0, 1, overrides=[{"sft": False}, {"sft": True}]))] == [False, True]
+    assert [
+        row.sft for row in rows(make_group(0, 1, overrides=[{"sft": False}, {"sft": True}]))
+    ] == [False, True]
 
 
 def test_a_supervised_group_of_one_needs_no_setting():
@@ -266,7 +316,9 @@ def test_a_sequence_that_the_teacher_said_nothing_about_has_no_distillation():
 @pytest.mark.parametrize("value", [0.5, None, math.nan, -math.inf])
 def test_a_teachers_logprob_that_cannot_be_one_is_absent_with_its_token(value):
     ids, logprobs = [[], [4], [1, 2], [3]], [[], [-4.0], [-1.0, value], [-3.0]]
-    row = rows(make_group(0, 1, distill_token_ids=[ids, ids], distill_logprobs=[logprobs, logprobs]))[0]
+    row = rows(
+        make_group(0, 1, distill_token_ids=[ids, ids], distill_logprobs=[logprobs, logprobs])
+    )[0]
     assert row.distill_ids.tolist() == [[1, -1], [3, -1]]
     assert is_unknown(row.distill_logprobs) == [[False, True], [False, True]]
 
@@ -281,14 +333,26 @@ IDS, LOGPROBS = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4.0], [-1.0, -2.0], [-3.0]
         ([], LOGPROBS, "distill_logprobs came without distill_token_ids"),
         (IDS[:1], LOGPROBS, "distill_token_ids has 1 entries for 2 rollouts"),
         ([IDS[0], IDS[0][1:]], LOGPROBS, r"distill_token_ids\[1\] has 3 entries for 4 tokens"),
-        ([IDS[0], [[], [4], [1], [3]]], LOGPROBS, r"distill_logprobs\[1\]\[2\] has 2 entries for 1 token ids"),
+        (
+            [IDS[0], [[], [4], [1], [3]]],
+            LOGPROBS,
+            r"distill_logprobs\[1\]\[2\] has 2 entries for 1 token ids",
+        ),
         (
             [IDS[0], [[], [4], [1, 2.0], [3]]],
             LOGPROBS,
             r"distill_token_ids\[1\]\[2\]\[1\] is 2\.0: expected",
         ),
-        ([IDS[0], [[], [4], [1, [2]], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[2\]\[1\] is \[2\]: "),
-        ([IDS[0], [[], 4, [1, 2], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[1\] is 4: expected .*array"),
+        (
+            [IDS[0], [[], [4], [1, [2]], [3]]],
+            LOGPROBS,
+            r"distill_token_ids\[1\]\[2\]\[1\] is \[2\]: ",
+        ),
+        (
+            [IDS[0], [[], 4, [1, 2], [3]]],
+            LOGPROBS,
+            r"distill_token_ids\[1\]\[1\] is 4: expected .*array",
+        ),
         (
             IDS,
             [LOGPROBS[0], [[], [-4.0], [-1.0, "-2"], [-3.0]]],
@@ -350,13 +414,29 @@ def test_messages_of_another_shape_cost_no_row(messages):
         ("masks", [[-100], [-100], [10], [9]], r"masks\[0\]\[0\] is \[-100\]: expected `"),
         ("masks", [-100, -100, 10 + 2**32, 9], r"masks\[0\]\[2\] is 4294967306, neither"),
         ("masks", [-100, -100, 10 + 2**64, 9], r"masks\[0\]\[2\] is 18446744073709551626, neither"),
-        ("inference_logprobs", [1.0, 1.0, "-0.5", -0.25], r"inference_logprobs\[0\]\[2\] is '-0\.5': expected `"),
-        ("inference_logprobs", [1.0, 1.0, False, -0.25], r"inference_logprobs\[0\]\[2\] is False: expected `"),
-        ("inference_logprobs", [[1.0], [1.0], [-0.5], [-0.25]], r"inference_logprobs\[0\]\[0\] is \[1\.0\]: "),
+        (
+            "inference_logprobs",
+            [1.0, 1.0, "-0.5", -0.25],
+            r"inference_logprobs\[0\]\[2\] is '-0\.5': expected `",
+        ),
+        (
+            "inference_logprobs",
+            [1.0, 1.0, False, -0.25],
+            r"inference_logprobs\[0\]\[2\] is False: expected `",
+        ),
+        (
+            "inference_logprobs",
+            [[1.0], [1.0], [-0.5], [-0.25]],
+            r"inference_logprobs\[0\]\[0\] is \[1\.0\]: ",
+        ),
         ("inference_logprobs", 5, r"inference_logprobs\[0\] is 5: expected `"),
         ("advantages", [0.0, 0.0, True, 0.0], r"advantages\[0\]\[2\] is True: expected `"),
         ("advantages", [0.0, 0.0, None, 0.0], r"advantages\[0\]\[2\] is None: expected `"),
-        ("advantages", [0.0, 0.0, 1e39, 0.0], r"advantages\[0\]\[2\] is 1e\+39, not a finite number"),
+        (
+            "advantages",
+            [0.0, 0.0, 1e39, 0.0],
+            r"advantages\[0\]\[2\] is 1e\+39, not a finite number",
+        ),
         ("scores", True, r"scores\[0\] is True: expected `"),
         ("scores", "1", r"scores\[0\] is '1': expected `"),
         ("scores", [1], r"scores\[0\] is \[1\]: expected `"),
@@ -385,7 +465,10 @@ def test_no_value_is_cast_or_flattened_on_the_way(name, sequence, reason):
         ({"env_id": "0"}, r"env_id is '0': expected `"),
         ({"overrides": {"sft": True}}, r"overrides is \{'sft': True\}: expected `"),
         ({"masks": None}, "masks is None: expected `"),
-        ({"group_overrides": {"temperature": float("nan")}}, r"group_overrides\.temperature is nan: expected `"),
+        (
+            {"group_overrides": {"temperature": float("nan")}},
+            r"group_overrides\.temperature is nan: expected `",
+        ),
         ({"scores": {}}, r"scores is \{\}: expected `"),
     ],
 )

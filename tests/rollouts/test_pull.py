@@ -1,4 +1,5 @@
-"""Why no batch comes: each cause, made for real at a real Atropos API, and what the message says of it."""
+"""Why no batch comes: each cause, made for real at a real Atropos API, and what the message says of
+it."""
 
 import os
 import re
@@ -13,10 +14,13 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.services.environments import EnvironmentLog, EnvironmentSpec
+from trl_atropos.environment_entry import EnvironmentSpec
+from trl_atropos.services.environments import EnvironmentLog
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
-WEIGHT_LINE = next(i for i, line in enumerate(ENVIRONMENT.read_text().splitlines(), 1) if '["weight"]' in line)
+WEIGHT_LINE = next(
+    i for i, line in enumerate(ENVIRONMENT.read_text().splitlines(), 1) if '["weight"]' in line
+)
 BATCH = 4
 LIMIT = 65  # tokens: sequences of this length are dropped
 
@@ -28,7 +32,8 @@ def variables(**own: str) -> dict[str, str]:
 
 @pytest.fixture
 def open_trainer() -> Iterator[Callable[[str], BareTrainer]]:
-    """A trainer that has joined an API and has asked for its first batch, which lets environments in."""
+    """A trainer that has joined an API and has asked for its first batch, which lets environments
+    in."""
     opened: list[BareTrainer] = []
 
     def start(url: str) -> BareTrainer:
@@ -43,7 +48,12 @@ def open_trainer() -> Iterator[Callable[[str], BareTrainer]]:
 
 def register(api: Api, group_size: int = 2, **fields) -> int:
     """What an environment does first."""
-    body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": group_size} | fields
+    body = {
+        "max_token_length": 64,
+        "desired_name": "e",
+        "weight": 1.0,
+        "group_size": group_size,
+    } | fields
     answer = api.post("/register-env", body)
     assert answer["status"] == "success"
     return answer["env_id"]
@@ -51,7 +61,9 @@ def register(api: Api, group_size: int = 2, **fields) -> int:
 
 def test_no_environment_has_registered(api, open_trainer):
     told = open_trainer(api.url).diagnosis.why_quiet()
-    assert told.startswith(f"No environment has registered with the Atropos API at {api.url}. Start one with ")
+    assert told.startswith(
+        f"No environment has registered with the Atropos API at {api.url}. Start one with "
+    )
     assert f"`--env.rollout_server_url {api.url}`" in told
 
 
@@ -59,10 +71,15 @@ def test_an_api_that_does_not_answer_is_named_with_the_reason(restartable_api, o
     trainer = open_trainer(restartable_api.url)
     restartable_api.stop()
     told = trainer.diagnosis.why_quiet()
-    assert told.startswith(f"The Atropos API at {restartable_api.url} does not answer: ") and "refused" in told
+    assert (
+        told.startswith(f"The Atropos API at {restartable_api.url} does not answer: ")
+        and "refused" in told
+    )
 
 
-def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(restartable_api, open_trainer):
+def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(
+    restartable_api, open_trainer
+):
     trainer = open_trainer(restartable_api.url)
     register(restartable_api)
     restartable_api.stop()
@@ -70,7 +87,9 @@ def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(re
     assert "was restarted or reset and holds no trainer" in trainer.diagnosis.why_quiet()
     assert trainer.pull() is None  # registers again
     told = trainer.diagnosis.why_quiet()
-    assert "No environment has registered" in told and re.search(r"since it was restarted \d+ s ago", told)
+    assert "No environment has registered" in told and re.search(
+        r"since it was restarted \d+ s ago", told
+    )
     assert "do not register again by themselves" in told
 
 
@@ -122,7 +141,10 @@ def test_a_dead_environment_with_a_minimum_allocation_is_found_and_its_disconnec
     api.deliver(*[make_group(0, 1, env_id=alive)] * 4)
     assert trainer.pull() is None
     told = trainer.diagnosis.why_quiet()
-    assert "50% of every batch is reserved by `min_batch_allocation`, and environment 0 has nothing queued" in told
+    assert (
+        "50% of every batch is reserved by `min_batch_allocation`, and environment 0 has nothing "
+        "queued" in told
+    )
     assert "Environment 0 has delivered nothing to this run." in told
     assert told.endswith(
         f"""`curl -X POST {api.url}/disconnect-env -H 'Content-Type: application/json' -d '{{"env_id": {dead}}}'`."""
@@ -139,7 +161,8 @@ def test_an_environment_that_never_delivered_is_told_from_one_that_stopped(api, 
     told = trainer.diagnosis.why_quiet()
     assert "has 2 environments, but its queue is empty" in told
     assert (
-        f"Environment {first} has delivered nothing to this run; environment {second} has delivered 2 groups" in told
+        f"Environment {first} has delivered nothing to this run; environment {second} has "
+        "delivered 2 groups" in told
     )
     assert "cannot tell a dead environment from one that delivers nothing" in told
 
@@ -152,11 +175,15 @@ def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_traine
     api.deliver(*[make_group(0, 1, **fields)] * 2)
     assert len(trainer.pull_batch()) == 2
     told = trainer.diagnosis.why_quiet()
-    assert f"The rollouts of environment 0 had grown to {LIMIT - 1} tokens, close to the limit" in told
+    assert (
+        f"The rollouts of environment 0 had grown to {LIMIT - 1} tokens, close to the limit" in told
+    )
     assert f"a rollout of {LIMIT} tokens or more" in told
 
 
-def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_size(api, open_trainer):
+def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_size(
+    api, open_trainer
+):
     trainer = open_trainer(api.url)
     api.deliver(*[make_group(0, 1, 2, env_id=None)] * 2)
     told = trainer.diagnosis.why_quiet()
@@ -164,11 +191,16 @@ def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_si
     assert "The group that was queued last is of 3 and has no `env_id`." in told
 
 
-def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(api, open_trainer):
+def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(
+    api, open_trainer
+):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, 2, 3, env_id=register(api, 2)))
     assert trainer.pull() is None
-    assert "another size than its `group_size` (the API holds those back)" in trainer.diagnosis.why_quiet()
+    assert (
+        "another size than its `group_size` (the API holds those back)"
+        in trainer.diagnosis.why_quiet()
+    )
 
 
 def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_api, open_trainer):
@@ -186,20 +218,25 @@ def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_
 FAULTS = {  # of the groups of an environment, and what its log says of each
     "cannot score": r"failed to collect a group; the last error was KeyError: 'weight' "
     rf"\({re.escape(str(ENVIRONMENT))}:{WEIGHT_LINE} in score\)$",
-    "returns none": "sampled a group and returned none: most environments do where all scores of a group are alike",
+    "returns none": "sampled a group and returned none: most environments do if all scores of a "
+    "group are alike",
     "constant scores": "dropped a group because its scores are all equal",
     "too long": "dropped a group that has a rollout over the length limit",
     "wrong size": "dropped a group that is not of its `group_size`",
 }
 
 
-def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(api, open_trainer, tiny_model, tmp_path):
+def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(
+    api, open_trainer, tiny_model, tmp_path
+):
     trainer = open_trainer(api.url)
     path = tmp_path / "log"
     command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), "--faults", *FAULTS]
     with path.open("wb") as output:
         env = variables()
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=env, start_new_session=True
+        )
     log = EnvironmentLog(str(path))
     try:
         deadline = time.monotonic() + 240
@@ -230,7 +267,8 @@ def log_of(tmp_path) -> Callable[[str], EnvironmentLog]:
 
 def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says_more(log_of):
     log = log_of(
-        "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in collect_trajectories: 'no'\n"
+        "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in "
+        "collect_trajectories: 'no'\n"
     )
     assert log.undelivered() == ["2 times it failed to collect a group; the last error was 'no'"]
     assert (log.place, log.never_succeeded) == ("", False)
@@ -268,18 +306,18 @@ def test_a_log_without_a_sign_tells_nothing(log_of):
 def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('its own')")
     env = variables(PYTHONPATH=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == ("its own\n", "")
 
 
 def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_asked(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import sitecustomize, tenacity\n"
-        "@tenacity.retry(stop=tenacity.stop_after_attempt(2))\n"
-        "def ask():\n    raise ValueError('400, Bad\\nRequest')\n"
-        "def collect():\n    ask()\n"
-        "try:\n    collect()\n"
-        "except Exception as e:\n    print(sitecustomize.describe(e), sitecustomize.place_of(e), sep=' | ')\n"
+        "import sitecustomize, tenacity\n@tenacity.retry(stop=tenacity.stop_after_attempt(2))\ndef "
+        "ask():\n    raise ValueError('400, Bad\\nRequest')\ndef collect():\n    ask()\ntry:\n    "
+        "collect()\nexcept Exception as e:\n    print(sitecustomize.describe(e), "
+        "sitecustomize.place_of(e), sep=' | ')\n"
     )
     command = [sys.executable, str(tmp_path / "mine.py")]
     env = variables()
@@ -288,7 +326,7 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
 
 
 LOOKS = """
-import asyncio, sitecustomize, types
+import asyncio, run, sys, types
 from atroposlib.envs.base import BaseEnv
 
 async def nothing(*_):
@@ -313,7 +351,9 @@ class Env(BaseEnv):
         self.workers = {"at work"} if 7 <= self.looks < 9 else set()
         self.status_dict = {"current_step": 10 * (self.looks == 12), "queue_size": 0}
 
-waits, sitecustomize._sleep = [], note
+waits, asyncio.sleep = [], note
+if "path" in sys.argv:
+    run.shorten_sleeps(BaseEnv)
 env = Env()
 env.workers = set()
 asyncio.run(env.env_manager())
@@ -321,10 +361,13 @@ print(waits)
 """
 
 
-def test_an_environment_looks_again_soon_after_it_has_sent_a_batch_and_does_not_wait_long_for_others():
-    """In Atropos' own main loop. The first wait is of 5 s by itself, the others of 0.1."""
-    command = [sys.executable, "-c", LOOKS]
+SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
+
+
+@pytest.mark.parametrize(("entry", "waits"), [("path", SHORT_WAITS), ("command", [5] + 11 * [0.1])])
+def test_runner_shortens_the_waits_of_atropos_main_loop_and_nothing_else_does(entry, waits):
+    """After it has sent a batch, an environment that has a `path` looks again soon."""
+    command = [sys.executable, "-c", LOOKS, entry]
     env = variables()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    idle, at_work, idle_again = 4 * [0.02] + 2 * [0.1], 2 * [0.1], 3 * [0.02]
-    assert done.stdout == f"{[1.5] + idle + at_work + idle_again}\n"
+    assert done.stdout == f"{waits}\n"

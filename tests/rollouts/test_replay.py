@@ -29,7 +29,9 @@ def test_a_batch_pulled_from_a_real_environment_is_replayed(run_info):
 
 def test_lines_may_be_batches_or_bare_groups(tmp_path, run_info):
     path = tmp_path / "mixed.jsonl"
-    path.write_text(json.dumps(make_group(1, 2)) + "\n\n" + json.dumps({"batch": [make_group(3, 4)]}) + "\n")
+    path.write_text(
+        json.dumps(make_group(1, 2)) + "\n\n" + json.dumps({"batch": [make_group(3, 4)]}) + "\n"
+    )
     source = ReplaySource(path)
     source.start(run_info())
     assert scores(source, 4) == [1, 2, 3, 4]
@@ -47,7 +49,9 @@ def test_a_used_up_recording_says_how_many_rows_it_had_and_the_way_out(tmp_path,
     source = ReplaySource(tmp_path)
     source.start(run_info())
     scores(source, 2)
-    with pytest.raises(RolloutError, match=r"it has 3 rollouts, and 1 are left for a batch of 2.*`loop=True`"):
+    with pytest.raises(
+        RolloutError, match=r"it has 3 rollouts, and 1 are left for a batch of 2.*`loop=True`"
+    ):
         source.poll(2, 0.0)
 
 

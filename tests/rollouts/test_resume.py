@@ -1,4 +1,5 @@
-"""`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is, what is dropped."""
+"""`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is,
+what is dropped."""
 
 import logging
 import re
@@ -15,11 +16,11 @@ import pytest
 
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts import pull
-from trl_atropos.rollouts.intake import VersionBook
+from trl_atropos.rollouts import diagnosis, pull
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 
 WAIT = 30.0  # seconds, for what is already on its way
 SHORT = 0.2  # seconds, where nothing may come
@@ -63,11 +64,16 @@ class Named:
 
 
 @pytest.fixture
-def open_source(api: Api, run_info: Callable[..., RunInfo]) -> Iterator[Callable[..., AtroposSource]]:
-    """Starts sources in one output folder, each the next life of one run; `state` is that of its checkpoint."""
+def open_source(
+    api: Api, run_info: Callable[..., RunInfo]
+) -> Iterator[Callable[..., AtroposSource]]:
+    """Starts sources in one output folder, each the next life of one run; `state` is that of its
+    checkpoint."""
     opened: list[AtroposSource] = []
 
-    def start(state: dict | None = None, run: dict[str, Any] | None = None, **arguments: Any) -> AtroposSource:
+    def start(
+        state: dict | None = None, run: dict[str, Any] | None = None, **arguments: Any
+    ) -> AtroposSource:
         source = AtroposSource(api.url, **arguments)
         opened.append(source)
         source.start(run_info(state=state, **(run or {})))
@@ -83,8 +89,18 @@ def groups(*scores: float) -> list[dict]:
 
 
 def register_another_trainer(api: Api, batch_size: int = 4) -> None:
-    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 65}
-    body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
+    body = {
+        "wandb_group": "another",
+        "wandb_project": "p",
+        "batch_size": batch_size,
+        "max_token_len": 65,
+    }
+    body |= {
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 10,
+    }
     api.post("/register", body)
 
 
@@ -110,7 +126,8 @@ def test_a_resumed_run_goes_on_after_the_last_row_of_its_checkpoint(api, open_so
     api.deliver(*groups(1, 2, 3, 4))
     assert scores(source, 4) == [1, 1, 2, 2]
     checkpoint = source.state()
-    assert scores(source, 4) == [3, 3, 4, 4]  # these are trained after the checkpoint, and forgotten
+    # these are trained after the checkpoint, and forgotten
+    assert scores(source, 4) == [3, 3, 4, 4]
     source.close()
     resumed = open_source(checkpoint)
     api.deliver(*groups(5, 6))
@@ -179,7 +196,9 @@ def test_a_run_that_resumes_from_a_checkpoint_of_elsewhere_does_not_mix(api, ope
     assert "resumes from a checkpoint of another" in caplog.text
 
 
-def test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as_dropped(api, open_source):
+def test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as_dropped(
+    api, open_source
+):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -193,7 +212,7 @@ def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(a
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     source._feed._pull()  # the newest batch of the burst,
     source._feed._pull()  # and how many there are
-    assert [part.start for part in source._spool.parts] == [8]
+    assert [header.start for header in source._feed.spool.headers] == [8]
     resumed = open_source({})
     api.deliver(*groups(7, 8))
     assert scores(resumed, 16) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
@@ -201,7 +220,9 @@ def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(a
 
 
 @pytest.mark.parametrize("api_had_an_earlier_run", [False, True])
-def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(api_had_an_earlier_run, api, open_source):
+def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(
+    api_had_an_earlier_run, api, open_source
+):
     if api_had_an_earlier_run:
         register_another_trainer(api)
     open_source().close()
@@ -213,7 +234,9 @@ def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(api_ha
     assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
 
 
-def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_asked_for(api, open_source):
+def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_asked_for(
+    api, open_source
+):
     register_another_trainer(api)
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     api.get("/batch")  # the other trainer's, which died with it
@@ -227,7 +250,9 @@ def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_aske
     assert books(resumed) == {"trained": 12, "dropped": {}, "lost_with_api": 0}
 
 
-def test_a_trainer_that_registers_anew_under_the_name_it_had_before_a_reset_has_another_api(api, open_source):
+def test_a_trainer_that_registers_anew_under_the_name_it_had_before_a_reset_has_another_api(
+    api, open_source
+):
     register_another_trainer(api)
     source = open_source()
     api.deliver(*groups(1, 2))
@@ -254,7 +279,9 @@ def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open
 
 
 @pytest.mark.parametrize("size", [2, 6, 20])
-def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_trained_twice(api, open_source, size):
+def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_trained_twice(
+    api, open_source, size
+):
     """The API is restarted between two pulls, and another trainer registers first."""
     source = open_source()
     api.deliver(*groups(*range(2, 10)))
@@ -265,7 +292,8 @@ def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_
     register_another_trainer(api, batch_size=size)
     api.deliver(*groups(*range(10, 10 + size // 2)))
     with pytest.raises(
-        RolloutError, match=rf"holds another registration, of another: batch_size {size} .*needs batch_size 4"
+        RolloutError,
+        match=rf"holds another registration, of another: batch_size {size} .*needs batch_size 4",
     ):
         source.poll(4, WAIT)
     source.close()
@@ -292,7 +320,9 @@ def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(api, open_source, run_info, caplog, taken):
+def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(
+    api, open_source, run_info, caplog, taken
+):
     source, checkpoint = open_source(), {}
     api.deliver(*groups(1, 2))
     if taken:
@@ -308,8 +338,14 @@ def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(api, ope
     path.write_bytes(content)
     resumed = open_source(checkpoint)
     assert scores(resumed, 4) == [3, 3, 4, 4]
-    assert books(resumed) == {"trained": 4 + taken, "dropped": {"lost_in_delivery": 4 - taken}, "lost_with_api": 0}
-    assert f"{path} is not a whole file of rollouts (ValueError: its checksum is wrong" in caplog.text
+    assert books(resumed) == {
+        "trained": 4 + taken,
+        "dropped": {"lost_in_delivery": 4 - taken},
+        "lost_with_api": 0,
+    }
+    assert (
+        f"{path} is not a whole file of rollouts (ValueError: its checksum is wrong" in caplog.text
+    )
     assert f"Its {4 - taken} rollouts are lost." in caplog.text
 
 
@@ -326,10 +362,14 @@ def test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost(api, open_source,
     api.deliver(*groups(5, 6))
     assert scores(resumed, 4) == [5, 5, 6, 6]
     assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
-    assert f"are not in {folder}: 4 that had been pulled and not yet trained are lost" in caplog.text
+    assert (
+        f"are not in {folder}: 4 that had been pulled and not yet trained are lost" in caplog.text
+    )
 
 
-def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_end_the_run(api, open_source, caplog):
+def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_end_the_run(
+    api, open_source, caplog
+):
     source = open_source(None, {"vocab_size": 50})
     unknown = make_group(2, 2)
     unknown["tokens"][0][-1] = unknown["masks"][0][-1] = 50
@@ -338,7 +378,10 @@ def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_
     assert books(source) == {"trained": 4, "dropped": {"rejected": 2}, "lost_with_api": 0}
     assert "sent token id 50, and the model knows 50 ids (0 to 49)" in caplog.text
     api.deliver(*[unknown] * 8)
-    with pytest.raises(RolloutError, match=r"Of the last \d+ groups of environment 0, \d cannot be .*tokenizer_name"):
+    with pytest.raises(
+        RolloutError,
+        match=r"Of the last \d+ groups of environment 0, \d cannot be .*tokenizer_name",
+    ):
         source.poll(4, WAIT)
 
 
@@ -350,13 +393,23 @@ def test_what_the_door_drops_is_in_the_books(api, open_source):
     long["inference_logprobs"][0] += [-0.5] * 61
     api.deliver(malformed, long)
     assert scores(source, 1) == [4]
-    assert books(source) == {"trained": 1, "dropped": {"rejected": 2, "too_long": 1}, "lost_with_api": 0}
+    assert books(source) == {
+        "trained": 1,
+        "dropped": {"rejected": 2, "too_long": 1},
+        "lost_with_api": 0,
+    }
     api.deliver(malformed, long)
     assert scores(source, 1) == [4]
-    assert books(source) == {"trained": 2, "dropped": {"rejected": 4, "too_long": 2}, "lost_with_api": 0}
+    assert books(source) == {
+        "trained": 2,
+        "dropped": {"rejected": 4, "too_long": 2},
+        "lost_with_api": 0,
+    }
 
 
-def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept(api, open_source):
+def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept(
+    api, open_source
+):
     clock = Clock()
     source = open_source(None, {"policy_version": clock}, versions=Scores(), max_staleness=2)
     source.poll(4, SHORT)
@@ -374,7 +427,9 @@ def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_ke
 
 def test_rows_grow_old_while_they_wait(api, open_source):
     clock = Clock()
-    source = open_source(None, {"policy_version": clock}, versions=Scores(), max_staleness=1, prefetch_batches=1)
+    source = open_source(
+        None, {"policy_version": clock}, versions=Scores(), max_staleness=1, prefetch_batches=1
+    )
     api.deliver(*groups(0, 0, 0, 0))
     assert scores(source, 4) == [0] * 4
     wait_for_rows(source, 4)
@@ -389,7 +444,9 @@ def test_rows_grow_old_while_they_wait(api, open_source):
     [(3, 3), (4, 2), (7, (7 - 4) + (6 - 4))],
     ids=["before the checkpoint", "by the checkpoint", "by a future that was abandoned"],
 )
-def test_the_age_of_a_row_counts_the_way_back_to_the_checkpoint_and_forth(api, open_source, sampled_by, age):
+def test_the_age_of_a_row_counts_the_way_back_to_the_checkpoint_and_forth(
+    api, open_source, sampled_by, age
+):
     clock = Clock()
     clock.now = 8
     source = open_source(None, {"policy_version": clock}, versions=Scores(), prefetch_batches=2)
@@ -425,20 +482,26 @@ def test_groups_without_variance_are_replaced_by_the_next_ones(api, open_source)
 def test_groups_without_variance_that_bring_advantages_of_their_own_are_kept(api, open_source):
     source = open_source(replace_zero_variance_groups=True)
     api.deliver(
-        make_group(1, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2), make_group(2, 2, group_overrides={"sft": True})
+        make_group(1, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2),
+        make_group(2, 2, group_overrides={"sft": True}),
     )
     assert scores(source, 4) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("distils", "kept"), [(False, [1, 2]), (True, [1, 1, 1, 2])])
-def test_groups_without_variance_are_replaced_where_what_they_bring_is_not_learned(api, open_source, distils, kept):
+def test_groups_without_variance_are_replaced_where_what_they_bring_is_not_learned(
+    api, open_source, distils, kept
+):
     """As `health/zero_variance` counts them."""
     source = open_source(None, {"distils": distils}, replace_zero_variance_groups=True)
     teacher = {
         "distill_token_ids": [[[], [8], [11], [9]]] * 2,
         "distill_logprobs": [[[], [-0.1], [-0.1], [-0.1]]] * 2,
     }
-    advantages = {"advantages": [[0.0, 0.0, 1.0, 1.0]] * 2, "overrides": [{"set_advantage_to_zero": True}] * 2}
+    advantages = {
+        "advantages": [[0.0, 0.0, 1.0, 1.0]] * 2,
+        "overrides": [{"set_advantage_to_zero": True}] * 2,
+    }
     api.deliver(make_group(1, 1, **teacher), make_group(2, 2, **advantages))
     api.deliver(make_group(1, 2), make_group(3, 3))
     assert scores(source, len(kept)) == kept
@@ -493,7 +556,9 @@ class Held(VersionBook):
 def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_source):
     """The API gives out two batches at once, and environments ask for two anew."""
     given, book = [], Held()
-    source = open_source(None, {"when_wanted_soon": given.append}, hold_requests=True, versions=book)
+    source = open_source(
+        None, {"when_wanted_soon": given.append}, hold_requests=True, versions=book
+    )
 
     def told_when_the_policy_is_new() -> list[tuple[bool, float]]:
         book.told.clear()
@@ -524,7 +589,7 @@ def test_the_requests_that_wait_begin_when_the_run_ends(api, open_source):
 
 
 def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "QUIET_WARNING", 1.0)
+    monkeypatch.setattr(diagnosis, "QUIET_WARNING", 1.0)
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -552,7 +617,8 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
 
 
 def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means(api, open_source):
-    """The trainer averages what each step logs: the ratio of the means is that of the rows, 1 to 5."""
+    """The trainer averages what each step logs: the ratio of the means is that of the rows, 1 to
+    5."""
     source = open_source(environments=Named({0: "letters", 1: "digits"}))
     logged: dict[str, list[float]] = {"letters": [], "digits": [], "2": []}
     for env_ids in ((0, 0), (0, 1), (0, 0), (2, 2)):
@@ -567,7 +633,9 @@ def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means
     assert source.metrics()["rollouts/rows_env_2"] == 0
 
 
-def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(api, open_source, monkeypatch, caplog):
+def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(
+    api, open_source, monkeypatch, caplog
+):
     monkeypatch.setattr(pull, "PROGRESS", 0.02)
     source = open_source()
     api.deliver(*groups(*range(400)))
@@ -575,7 +643,9 @@ def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(api, open_source,
     with caplog.at_level(logging.INFO):
         assert len(scores(source, 800)) == 800
     took = time.monotonic() - began
-    told = re.findall(r"Pulled (\d+) of 200 batches that were queued at the Atropos API", caplog.text)
+    told = re.findall(
+        r"Pulled (\d+) of 200 batches that were queued at the Atropos API", caplog.text
+    )
     assert len(told) >= 2 and list(map(int, told)) == sorted(map(int, told))
     caught_up = source.catching_up()
     assert 0 < caught_up <= took
@@ -591,11 +661,18 @@ def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     assert scores(source, 2) == [3, 4]
     assert "masks[0] has 3 entries for 4 tokens (environment letters)" in caplog.text
     assert source.poll(4, SHORT) is None
-    api.post("/register-env", {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2})
-    assert "Environment letters has delivered 2 groups of 2, the last" in source._puller.why_quiet()
+    api.post(
+        "/register-env",
+        {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2},
+    )
+    assert (
+        "Environment letters has delivered 2 groups of 2, the last" in source._diagnosis.why_quiet()
+    )
 
 
-def test_environments_that_the_run_did_not_start_are_called_as_they_registered(naming_api, run_info):
+def test_environments_that_the_run_did_not_start_are_called_as_they_registered(
+    naming_api, run_info
+):
     source = AtroposSource(naming_api.url, environments=Named({1: "letters"}))
     source.start(run_info())
     assert source.poll(4, SHORT) is None  # lets environments in
@@ -604,16 +681,22 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(n
         assert naming_api.post("/register-env", body)["status"] == "success"
     naming_api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=3))
     assert [row.environment for row in source.poll(4, WAIT)[::2]] == ["letters", "sums-2"]
-    told = source._puller.why_quiet()
+    told = source._diagnosis.why_quiet()
     source.close()
-    assert "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 groups" in told
+    assert (
+        "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 "
+        "groups" in told
+    )
 
 
-@pytest.mark.parametrize(("strays", "removed"), [((3, 3), "2 groups of 3"), ((3, 8, 3), "3 groups of 3, 8")])
+@pytest.mark.parametrize(
+    ("strays", "removed"), [((3, 3), "2 groups of 3"), ((3, 8, 3), "3 groups of 3, 8")]
+)
 def test_strays_that_fit_into_no_batch_are_removed_from_the_api_of_a_run(
     naming_api, run_info, monkeypatch, caplog, strays, removed
 ):
-    """They have no `env_id`, so that the API does not look at their size. The others are handed out in their order."""
+    """They have no `env_id`, so that the API does not look at their size. The others are handed out
+    in their order."""
     monkeypatch.setattr(pull, "STRAYS", 0.1)
     source = AtroposSource(naming_api.url)
     try:
@@ -644,7 +727,9 @@ def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wai
     monkeypatch.setattr(pull, "QUIET_WARNING", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken, released = threading.Event(), threading.Event()
-        answering = threading.Thread(target=_answer_until_batch, args=(server, taken, released), daemon=True)
+        answering = threading.Thread(
+            target=_answer_until_batch, args=(server, taken, released), daemon=True
+        )
         answering.start()
         source = AtroposSource(f"http://127.0.0.1:{server.getsockname()[1]}")
         source.start(run_info())
@@ -663,7 +748,9 @@ def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wai
         answering.join(WAIT)
 
 
-def _answer_until_batch(server: socket.socket, taken: threading.Event, released: threading.Event) -> None:
+def _answer_until_batch(
+    server: socket.socket, taken: threading.Event, released: threading.Event
+) -> None:
     """A server that takes a `GET /batch` and holds it without an answer until it is released."""
     status = b'{"message": "AtroposLib API", "group": "g", "current_step": 0, "queue_size": 0, "batch_size": 4, '
     body = status + b'"max_token_len": 65, "uuid": 1, "project": "p"}'
@@ -682,7 +769,9 @@ def _answer_until_batch(server: socket.socket, taken: threading.Event, released:
     released.wait(10 * WAIT)
 
 
-def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(api, open_source, run_info):
+def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(
+    api, open_source, run_info
+):
     source = open_source(None, {"save_steps": 0}, max_spool_gb=20e-6, prefetch_batches=0)
     for score in range(1, 21):
         api.deliver(*groups(score, score))
@@ -693,7 +782,9 @@ def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(
     assert files[-1].name == "rows-000000000076.arrow"
 
 
-def test_nothing_is_removed_before_it_is_in_a_checkpoint_and_the_log_says_so(api, open_source, run_info, caplog):
+def test_nothing_is_removed_before_it_is_in_a_checkpoint_and_the_log_says_so(
+    api, open_source, run_info, caplog
+):
     source = open_source(max_spool_gb=1e-9, prefetch_batches=0)
     for score in (1, 2):
         api.deliver(*groups(score, score))

@@ -1,4 +1,5 @@
-"""Nothing lost and nothing twice, whatever dies: see `source_faults.py`. `make test-faults` runs 2,000."""
+"""Nothing lost and nothing twice, whatever dies: see `source_faults.py`. `make test-faults` runs
+2,000."""
 
 import os
 import subprocess
@@ -16,11 +17,23 @@ TRAINER_FAULTS = 14  # each kind once
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="follows files by what Linux shows of them")
 @pytest.mark.parametrize(("faults", "flags"), [(FAULTS, []), (TRAINER_FAULTS, ["--trainer"])])
-def test_after_every_fault_each_row_was_trained_once_or_dropped_with_a_reason_or_lost_with_the_api(faults, flags):
-    # In a process of its own, whose children fork from one that has imported nothing but what they need.
-    command = [sys.executable, "-m", "tests.rollouts.run_source_faults", "--faults", str(faults), *flags]
+def test_after_every_fault_each_row_was_trained_once_or_dropped_with_a_reason_or_lost_with_the_api(
+    faults, flags
+):
+    # In a process of its own, whose children fork from one that has imported nothing but what they
+    # need.
+    command = [
+        sys.executable,
+        "-m",
+        "tests.rollouts.run_source_faults",
+        "--faults",
+        str(faults),
+        *flags,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
     print(run.stdout)
     assert run.returncode == 0, run.stderr[-5000:]
     assert f"{faults} faults" in run.stdout and "the books balance" in run.stdout

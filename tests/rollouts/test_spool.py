@@ -1,5 +1,7 @@
-"""The files in which rollouts are kept: what is in them, what happens to bad ones, and how many there are."""
+"""The files in which rollouts are kept: what is in them, what happens to bad ones, and how many
+there are."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.rollouts.conftest import assert_same_rows
+from tests.rollouts.conftest import DATA, assert_same_rows
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.spool import Part, Region, Spool
+from trl_atropos.rollouts.spool import HEADER, Delivery, FileHeader, Spool
 
-REGION = Region("run-1", 1, 0, 4, 1, 0)
+DELIVERY = Delivery("run-1", 1, 0, 4, 1, 0)
 
 
 def make_row(length: int = 3, **fields) -> Rollout:
@@ -52,7 +54,7 @@ def full_row() -> Rollout:
 
 def append(spool: Spool, start: int, *rows: Rollout, size: int = 4, **fields) -> None:
     dropped = {"rejected": size - len(rows)} if size > len(rows) else {}
-    spool.append(Part(start, size, REGION, dropped, **fields), rows)
+    spool.append(FileHeader(start, size, DELIVERY, dropped, **fields), rows)
 
 
 def path_of(spool: Spool, start: int) -> Path:
@@ -61,23 +63,49 @@ def path_of(spool: Spool, start: int) -> Path:
 
 def test_rows_come_back_as_they_were_with_every_field(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
-    rows = [make_row(), full_row(), make_row(1), make_row(2, distill_ids=np.zeros((2, 3), np.int32))]
+    rows = [
+        make_row(),
+        full_row(),
+        make_row(1),
+        make_row(2, distill_ids=np.zeros((2, 3), np.int32)),
+    ]
     append(spool, 0, *rows)
     again = Spool(tmp_path / "rollouts", 1e9)
-    assert_same_rows(again.read(again.parts[0]), rows, but=("arrived",))
+    assert_same_rows(again.read(again.headers[0]), rows, but=("arrived",))
 
 
 def test_a_rows_index_counts_what_was_dropped_or_lost_before_it(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 8, make_row(), make_row())
-    assert [row.index for row in spool.read(spool.parts[0])] == [10, 11]
+    assert [row.index for row in spool.read(spool.headers[0])] == [10, 11]
 
 
 def test_a_batch_of_nothing_but_rejected_groups_is_a_file_with_no_rows_that_counts_them(tmp_path):
-    append(Spool(tmp_path / "rollouts", 1e9), 0, lineage=[["a", 0]], version=5)
+    append(Spool(tmp_path / "rollouts", 1e9), 0, policy_branches=[["a", 0]], version=5)
     spool = Spool(tmp_path / "rollouts", 1e9)
-    assert spool.parts == [Part(0, 4, REGION, {"rejected": 4}, 0, [["a", 0]], 5)]
-    assert spool.read(spool.parts[0]) == []
+    assert spool.headers == [FileHeader(0, 4, DELIVERY, {"rejected": 4}, 0, [["a", 0]], 5)]
+    assert spool.read(spool.headers[0]) == []
+
+
+def test_files_written_before_are_read_and_would_be_written_alike(tmp_path):
+    """`data/spool` was written when the classes of the header and its fields had other names."""
+    shutil.copytree(DATA / "spool", tmp_path / "rollouts")
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    branches = [["a", 0], ["b", 3]]
+    deliveries = [Delivery("run-1", 4, 0, 4, 2, 0), Delivery("run-1", 4, 0, 4, 2, 1)]
+    assert spool.headers == [
+        FileHeader(0, 4, deliveries[0], {}, 4, branches, 5),
+        FileHeader(4, 4, deliveries[1], {"rejected": 2}, 0, branches, 5),
+    ]
+    assert spool.last_delivery() == deliveries[0]
+    assert spool.registrations == {"run-1": 2}
+    assert [(row.index, row.score) for row in spool.read(spool.headers[1])] == [(6, 1), (7, 2)]
+    for header in spool.headers:
+        with pa.memory_map(str(path_of(spool, header.start))) as file:
+            written = json.loads(pa.ipc.open_file(file).schema.metadata[HEADER])
+        assert list((written | {"crc32": "00000000"}).items()) == list(
+            json.loads(header.to_json(spool.name)).items()
+        )
 
 
 def test_datasets_reads_the_files_with_typed_columns(tmp_path):
@@ -85,7 +113,10 @@ def test_datasets_reads_the_files_with_typed_columns(tmp_path):
     append(spool, 0, full_row(), make_row())
     append(spool, 4)
     table = datasets.load_dataset(
-        "arrow", data_files=str(spool.folder / "*.arrow"), split="train", cache_dir=str(tmp_path / "cache")
+        "arrow",
+        data_files=str(spool.folder / "*.arrow"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
     )
     assert table["index"] == [2, 3]
     assert table[0]["distill_ids"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -94,7 +125,9 @@ def test_datasets_reads_the_files_with_typed_columns(tmp_path):
     assert table[0]["pulled_at"].tzname() == "UTC"
 
 
-def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(tmp_path, monkeypatch):
+def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(
+    tmp_path, monkeypatch
+):
     spool = Spool(tmp_path / "rollouts", 1e9)
     synced = []
     fsync = os.fsync
@@ -117,21 +150,23 @@ def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
     torn = path_of(spool, 0)
     os.truncate(torn, int(keep * torn.stat().st_size))
     again = Spool(tmp_path / "rollouts", 1e9)
-    assert [part.start for part in again.parts] == [4]
+    assert [header.start for header in again.headers] == [4]
     assert f"{torn} is not a whole file of rollouts" in caplog.text
 
 
 @pytest.mark.parametrize("of_the_file", [0.05, 0.5, 0.97])
-def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(tmp_path, of_the_file):
+def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(
+    tmp_path, of_the_file
+):
     spool = Spool(tmp_path / "rollouts", 1e9)
     like_a_seal = '"crc32": "00000000"'  # in the text of a rollout
     append(spool, 0, *[make_row(messages=like_a_seal)] * 4)
-    assert [row.messages for row in spool.read(spool.parts[0])] == [like_a_seal] * 4
+    assert [row.messages for row in spool.read(spool.headers[0])] == [like_a_seal] * 4
     content = bytearray(path_of(spool, 0).read_bytes())
     content[int(of_the_file * len(content))] ^= 0x10
     path_of(spool, 0).write_bytes(content)
     with pytest.raises(RolloutError, match="is not a whole file of rollouts"):
-        spool.read(spool.parts[0])
+        spool.read(spool.headers[0])
 
 
 def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
@@ -141,7 +176,7 @@ def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
     with pa.OSFile(str(path_of(spool, 4)), "wb") as file, pa.ipc.new_file(file, pa.schema([])):
         pass
     (spool.folder / "notes.txt").write_text("mine")
-    assert Spool(tmp_path / "rollouts", 1e9).parts == []
+    assert Spool(tmp_path / "rollouts", 1e9).headers == []
     assert "it is of another run" in caplog.text
     assert f"{path_of(spool, 4)} is not a whole file" in caplog.text
 
@@ -149,7 +184,9 @@ def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
 def test_a_spool_meta_of_something_else_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "spool.meta").write_text("[]")
-    with pytest.raises(RolloutError, match=r"spool\.meta is not what this program wrote .* Move .*rollouts away"):
+    with pytest.raises(
+        RolloutError, match=r"spool\.meta is not what this program wrote .* Move .*rollouts away"
+    ):
         Spool(tmp_path / "rollouts", 1e9)
 
 
@@ -173,7 +210,7 @@ def test_the_oldest_files_are_removed_above_the_limit_and_none_that_is_needed(tm
         "rows-000000000008.arrow",
     ]
     assert small.trim(100)
-    assert [part.start for part in small.parts] == [8]
+    assert [header.start for header in small.headers] == [8]
     assert small.excess() <= 0
 
 
@@ -181,7 +218,9 @@ def test_a_file_that_cannot_be_written_leaves_the_others_and_says_what_to_do(tmp
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 0, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").mkdir()  # not even root can open that to write
-    with pytest.raises(RolloutError, match=rf"cannot be kept in {spool.folder}: Is a directory\..*Make room"):
+    with pytest.raises(
+        RolloutError, match=rf"cannot be kept in {spool.folder}: Is a directory\..*Make room"
+    ):
         append(spool, 4, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").rmdir()
-    assert [part.start for part in Spool(tmp_path / "rollouts", 1e9).parts] == [0]
+    assert [header.start for header in Spool(tmp_path / "rollouts", 1e9).headers] == [0]

@@ -1,4 +1,5 @@
-"""Two real environments of weights 1 and 3: what a real Atropos API makes of them, and what the source does."""
+"""Two real environments of weights 1 and 3: what a real Atropos API makes of them, and what the
+source does."""
 
 import os
 import signal
@@ -27,14 +28,22 @@ GROUPS = 1000
 
 
 @contextmanager
-def environments(client: AtroposClient, pull: Callable, model: Path, *flags: list[str]) -> Iterator[None]:
-    """One real environment after the other, so that their numbers are those of `flags`. `pull` lets them in."""
+def environments(
+    client: AtroposClient, pull: Callable, model: Path, *flags: list[str]
+) -> Iterator[None]:
+    """One real environment after the other, so that their numbers are those of `flags`. `pull` lets
+    them in."""
     processes = []
     try:
         for number, own in enumerate(flags):
             command = [sys.executable, ENVIRONMENT, client.url, str(model), *own]
             processes.append(
-                subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                subprocess.Popen(
+                    command,
+                    start_new_session=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
             )
             deadline = time.monotonic() + 120
             while len(client.environments()) == number:
@@ -49,7 +58,8 @@ def environments(client: AtroposClient, pull: Callable, model: Path, *flags: lis
 
 
 def shares_of(trainer: BareTrainer, groups: int) -> tuple[float, float, int]:
-    """Of environment 1: its share of what the API delivers, and of what is trained. And how many groups were dropped.
+    """Of environment 1: its share of what the API delivers, and of what is trained. And how many
+    groups were dropped.
 
     Counted from the first batch that has both environments in it.
     """
@@ -71,11 +81,17 @@ def shares_of(trainer: BareTrainer, groups: int) -> tuple[float, float, int]:
 @pytest.mark.slow
 def test_the_api_does_not_heed_weights_and_the_trained_shares_do(restartable_api, tiny_model):
     trainer = BareTrainer(restartable_api.url, BATCH)
-    with environments(trainer.client, trainer.pull, tiny_model, ["--weight", "1"], ["--weight", "3"]):
+    with environments(
+        trainer.client, trainer.pull, tiny_model, ["--weight", "1"], ["--weight", "3"]
+    ):
         delivered, trained, dropped = shares_of(trainer, GROUPS)
-    print(f"share of the environment of weight 3: delivered {delivered:.3f}, trained {trained:.3f}; {dropped} dropped")
+    print(
+        f"share of the environment of weight 3: delivered {delivered:.3f}, trained {trained:.3f}; "
+        f"{dropped} dropped"
+    )
     assert delivered < 0.65
-    assert trained == pytest.approx(0.75, abs=0.05 * 0.25)  # so that both are within 5 % of their own share
+    # so that both are within 5 % of their own share
+    assert trained == pytest.approx(0.75, abs=0.05 * 0.25)
 
 
 @pytest.mark.slow
@@ -106,7 +122,10 @@ def rows_of(env_id: int, groups: int, intake: Intake, size: int = 2) -> list:
 
 
 def register(api: Api, weight: float) -> None:
-    api.post("/register-env", {"max_token_length": 64, "desired_name": "e", "weight": weight, "group_size": 2})
+    api.post(
+        "/register-env",
+        {"max_token_length": 64, "desired_name": "e", "weight": weight, "group_size": 2},
+    )
 
 
 @pytest.fixture
@@ -136,14 +155,17 @@ def test_of_one_group_all_rows_are_admitted_or_none(api, shares):
 
 
 def test_an_environment_may_be_ahead_by_the_slack_and_no_further(api, shares):
-    """Of two environments of equal weight, only one delivers: of every two rollouts, one is ahead of its share."""
+    """Of two environments of equal weight, only one delivers: of every two rollouts, one is ahead
+    of its share."""
     register(api, 1), register(api, 1)
     shares.note({0, 1})
     admitted = [row for row in rows_of(0, 20, Intake(64, 1.0, "refuse")) if shares.admits(row)]
     assert len(admitted) == 2 * shares.slack
 
 
-def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(api, shares, monkeypatch):
+def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(
+    api, shares, monkeypatch
+):
     monkeypatch.setattr(selection, "FORGET", 0.2)  # seconds
     register(api, 1), register(api, 1)
     intake = Intake(64, 1.0, "refuse")
@@ -154,7 +176,9 @@ def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(ap
     assert all(shares.admits(row) for row in rows_of(0, 20, intake))
 
 
-def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_caught_up(api, shares):
+def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_caught_up(
+    api, shares
+):
     register(api, 1), register(api, 1)
     intake = Intake(64, 1.0, "refuse")
     shares.note({0})
@@ -162,7 +186,8 @@ def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_ca
     shares.note({0, 1})
     rows = [row for _ in range(50) for env_id in (0, 1) for row in rows_of(env_id, 1, intake)]
     assert all(shares.admits(row) for row in rows)
-    assert not all(shares.admits(row) for row in rows_of(0, 20, intake))  # from now on, it has a share
+    # from now on, it has a share
+    assert not all(shares.admits(row) for row in rows_of(0, 20, intake))
 
 
 def test_rows_of_an_environment_that_the_api_does_not_know_are_admitted(api, shares):

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from tests.rollouts.conftest import DATA, make_group, text_of
-from trl_atropos.rollouts.wire import MASKED, RejectedGroup, ScoredGroup, decode_reply, parse_group, read_group
+from trl_atropos.rollouts.wire import (
+    MASKED,
+    RejectedGroup,
+    ScoredGroup,
+    decode_reply,
+    parse_group,
+    read_group,
+)
 
 
 def body_of(*groups, **options) -> bytes:
@@ -38,29 +45,49 @@ def same(group: Any, other: Any) -> bool:
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_a_recorded_batch_is_read_to_the_last_bit(name, separators):
     batch = json.loads((DATA / f"{name}.json").read_text())["batch"]
-    for group, sent in zip(decode_reply(body_of(*batch, separators=separators)).batch, batch, strict=True):
+    for group, sent in zip(
+        decode_reply(body_of(*batch, separators=separators)).batch, batch, strict=True
+    ):
         assert [ids.tolist() for ids in group.tokens] == sent["tokens"]
         trained = [[entry != MASKED for entry in mask] for mask in sent["masks"]]
         assert [mask.tolist() for mask in group.trained] == trained
         assert group.scores == sent["scores"]
-        for logprobs, given in zip(group.logprobs, sent["inference_logprobs"] or [None] * len(group.tokens)):
-            expected = None if given is None else [np.float32(x) if x <= 0 else np.float32(np.nan) for x in given]
-            assert plain(logprobs) == plain(None) if given is None else np.array_equal(logprobs, expected, True)
+        for logprobs, given in zip(
+            group.logprobs, sent["inference_logprobs"] or [None] * len(group.tokens)
+        ):
+            expected = (
+                None
+                if given is None
+                else [np.float32(x) if x <= 0 else np.float32(np.nan) for x in given]
+            )
+            assert (
+                plain(logprobs) == plain(None)
+                if given is None
+                else np.array_equal(logprobs, expected, True)
+            )
         assert same(group, parse_group(sent))
 
 
 def test_every_field_is_read_into_arrays_of_its_type():
     ids, logprobs = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4], [-1, 2], [-3]]] * 2
-    group = make_group(0, 1, advantages=[[0, 0.5, 1, -1]] * 2, distill_token_ids=ids, distill_logprobs=logprobs)
+    group = make_group(
+        0, 1, advantages=[[0, 0.5, 1, -1]] * 2, distill_token_ids=ids, distill_logprobs=logprobs
+    )
     (read,) = decode_reply(body_of(group)).batch
-    assert {one.dtype.name for one in read.tokens} == {"int32"} and {one.dtype.name for one in read.trained} == {
-        "bool"
-    }
+    assert {one.dtype.name for one in read.tokens} == {"int32"} and {
+        one.dtype.name for one in read.trained
+    } == {"bool"}
     assert {one.dtype.name for one in read.logprobs} == {"float32"}
     assert read.advantages[0].tolist() == [0, 0.5, 1, -1]
-    assert plain(read.distill_ids[0]) == ["int32", [[-1, -1], [4, -1], [1, -1], [3, -1]]]  # 2 is above 0: unknown
+    # 2 is above 0: unknown
+    assert plain(read.distill_ids[0]) == ["int32", [[-1, -1], [4, -1], [1, -1], [3, -1]]]
     assert read.distill_logprobs[0].dtype == np.float32
-    assert np.nan_to_num(read.distill_logprobs[0], nan=9).tolist() == [[9, 9], [-4, 9], [-1, 9], [-3, 9]]
+    assert np.nan_to_num(read.distill_logprobs[0], nan=9).tolist() == [
+        [9, 9],
+        [-4, 9],
+        [-1, 9],
+        [-3, 9],
+    ]
 
 
 @pytest.mark.parametrize("name", ["tokens", "inference_logprobs", "distill_token_ids"])
@@ -89,7 +116,9 @@ def test_a_bracket_that_is_escaped_is_a_bracket():
 
 
 def test_of_a_field_that_is_there_twice_the_last_one_counts_as_for_json():
-    body = body_of(make_group(0, 1)).replace(b'{"tokens"', b'{"scores": [5, 6], "tokens": [[1], [2]], "tokens"')
+    body = body_of(make_group(0, 1)).replace(
+        b'{"tokens"', b'{"scores": [5, 6], "tokens": [[1], [2]], "tokens"'
+    )
     assert same(decode_reply(body).batch[0], parse_group(make_group(0, 1)))
     wrong = body_of(make_group(0, 1)).replace(b'{"tokens"', b'{"tokens": 5, "tokens"')
     assert same(decode_reply(wrong).batch[0], parse_group(make_group(0, 1)))
@@ -103,16 +132,22 @@ def test_an_integer_of_any_size_is_read_exactly(value):
     assert kept.messages == [json.dumps([value]), "[0.1]"]
 
 
-@pytest.mark.parametrize("text", [b'"\xff"', b'"\\ud83d"', b"9" * 5000, b"[" * 995 + b"]" * 995, b"NaN", b"1e999"])
+@pytest.mark.parametrize(
+    "text", [b'"\xff"', b'"\\ud83d"', b"9" * 5000, b"[" * 995 + b"]" * 995, b"NaN", b"1e999"]
+)
 def test_a_group_that_cannot_be_read_costs_no_other(text):
-    body = body_of(make_group(0, 1), make_group(8, 9, images="HERE"), make_group(2, 3), separators=(",", ":"))
+    body = body_of(
+        make_group(0, 1), make_group(8, 9, images="HERE"), make_group(2, 3), separators=(",", ":")
+    )
     first, broken, last = decode_reply(body.replace(b'"HERE"', text)).batch
     assert same([first, last], [parse_group(make_group(0, 1)), parse_group(make_group(2, 3))])
     assert isinstance(broken, RejectedGroup) or broken.scores == [8, 9]
 
 
 def test_a_group_that_is_not_json_is_rejected_with_the_reason():
-    assert read_group(b'{"tokens": [[1]]').args[0].startswith("the group is not JSON that can be read")
+    assert (
+        read_group(b'{"tokens": [[1]]').args[0].startswith("the group is not JSON that can be read")
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,22 +158,33 @@ def test_a_group_that_is_not_json_is_rejected_with_the_reason():
         (b'{"batch":[]}', []),
         (b'{"batch":[],"batch":[5]}', [5]),
         (b'{"batch":[{"a":1},{"tokens":2}]}', [{"a": 1}, {"tokens": 2}]),
-        (b'{"batch":[{"a":{"b":[{"c":3},{"tokens":2}]}}]}', [{"a": {"b": [{"c": 3}, {"tokens": 2}]}}]),
+        (
+            b'{"batch":[{"a":{"b":[{"c":3},{"tokens":2}]}}]}',
+            [{"a": {"b": [{"c": 3}, {"tokens": 2}]}}],
+        ),
         (b'{"batch":[{"a":"},{\\"tokens\\":"}]}', [{"a": '},{"tokens":'}]),
         (b'{"batch":[{"a":NaN}, 5]}', [{"a": float("nan")}, 5]),
-        (b'{"batch":[-Infinity,{"tokens":[[1]]},{"tokens":2}]}', [-math.inf, {"tokens": [[1]]}, {"tokens": 2}]),
+        (
+            b'{"batch":[-Infinity,{"tokens":[[1]]},{"tokens":2}]}',
+            [-math.inf, {"tokens": [[1]]}, {"tokens": 2}],
+        ),
         (b' {"step": 1, "batch" : [ {} , 5, "x" ] } ', [{}, 5, "x"]),
     ],
 )
 def test_groups_are_found_however_the_reply_is_written(body, groups):
     read = decode_reply(body).batch
     assert (read is None) == (groups is None)
-    assert [repr(group) for group in read or []] == [repr(read_group(group)) for group in groups or []]
+    assert [repr(group) for group in read or []] == [
+        repr(read_group(group)) for group in groups or []
+    ]
     assert all(isinstance(group, RejectedGroup) for group in read or [])
 
 
 def test_an_answer_that_there_is_no_trainer_is_told_from_a_batch():
-    assert decode_reply(b'{"status":"error","message":"Trainer not registered","batch":[]}').status == "error"
+    assert (
+        decode_reply(b'{"status":"error","message":"Trainer not registered","batch":[]}').status
+        == "error"
+    )
     assert decode_reply(b'{"batch":[]}').status is None
 
 
@@ -167,6 +213,11 @@ def test_what_is_no_batch_raises_nothing_but_a_value_error(body):
 
 
 def test_half_a_surrogate_pair_in_a_key_costs_no_group_of_its_batch():
-    body = json.dumps({"batch": [make_group(0, 1, generation_params={"\ud83d": 1}), make_group(2, 3)]}).encode()
-    for text in (body, body.replace(b'{"batch": [', b'{"batch":[').replace(b', {"tokens": ', b',{"tokens":')):
+    body = json.dumps(
+        {"batch": [make_group(0, 1, generation_params={"\ud83d": 1}), make_group(2, 3)]}
+    ).encode()
+    for text in (
+        body,
+        body.replace(b'{"batch": [', b'{"batch":[').replace(b', {"tokens": ', b',{"tokens":'),
+    ):
         assert [group.scores for group in decode_reply(text).batch] == [[0, 1], [2, 3]]

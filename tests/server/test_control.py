@@ -1,4 +1,5 @@
-"""The control routes on a real server: who may call them, what a pause holds, and what a lease is good for."""
+"""The control routes on a real server: who may call them, what a pause holds, and what a lease is
+good for."""
 
 import os
 import signal
@@ -73,14 +74,21 @@ def test_the_server_is_unhealthy_while_its_engine_does_not_answer(server):
     try:
         reply = requests.get(f"{server.url}/health", timeout=30)
         assert reply.status_code == 503
-        assert "the engine has not answered for 10 s, though its process is alive" in reply.json()["error"]
-        assert requests.get(f"{server.url}/health", timeout=2).status_code == 503  # at once: it is the same question
+        assert (
+            "the engine has not answered for 10 s, though its process is alive"
+            in reply.json()["error"]
+        )
+        # at once: it is the same question
+        assert requests.get(f"{server.url}/health", timeout=2).status_code == 503
     finally:
         engine.resume()
-    wait_for(lambda: requests.get(f"{server.url}/health", timeout=30).status_code == 200, "the engine to answer again")
+    wait_for(
+        lambda: requests.get(f"{server.url}/health", timeout=30).status_code == 200,
+        "the engine to answer again",
+    )
 
 
-# --------------------------------------------------------------------------------------------------- who may call them
+# -------------------------------------------------------------------------------- who may call them
 
 
 @pytest.mark.parametrize("route", ["/info", "/pause", "/resume", "/attach", "/lease", "/anything"])
@@ -90,7 +98,13 @@ def test_control_routes_need_the_token(server, route):
 
 
 def test_vllms_own_control_routes_are_not_there(server):
-    for route in ("/collective_rpc", "/pause", "/update_weights", "/reset_prefix_cache", "/server_info"):
+    for route in (
+        "/collective_rpc",
+        "/pause",
+        "/update_weights",
+        "/reset_prefix_cache",
+        "/server_info",
+    ):
         assert requests.post(server.url + route, json={}, timeout=10).status_code in (404, 405)
 
 
@@ -121,14 +135,20 @@ NEED_A_PAUSE = {
 def test_what_changes_the_server_needs_a_lease(server, route):
     reply = server.control("POST", route, {**NEED_A_LEASE, **NEED_A_PAUSE}[route])
     assert reply.status_code == 409
-    assert "needs a lease, or nothing would notice if the trainer died: open it first" in reply.json()["error"]
+    assert (
+        "needs a lease, or nothing would notice if the trainer died: open it first"
+        in reply.json()["error"]
+    )
 
 
 @pytest.mark.parametrize("route", NEED_A_PAUSE)
 def test_what_changes_weights_needs_a_pause(server, client, route):
     reply = server.control("POST", route, NEED_A_PAUSE[route])
     assert reply.status_code == 409
-    assert "needs a pause, or requests would sample from weights in the making" in reply.json()["error"]
+    assert (
+        "needs a pause, or requests would sample from weights in the making"
+        in reply.json()["error"]
+    )
 
 
 def test_only_a_paused_server_is_resumed(server, client):
@@ -141,11 +161,13 @@ def test_only_a_paused_server_is_resumed(server, client):
 
 def test_only_one_trainer_holds_the_server(server, client):
     second = ServerClient(server.url, 30, server.token)
-    with pytest.raises(ServerError, match="another trainer holds this server: stop it, or start a server for this"):
+    with pytest.raises(
+        ServerError, match="another trainer holds this server: stop it, or start a server for this"
+    ):
         second.hold_lease()
 
 
-# ------------------------------------------------------------------------------------------------ what a pause holds
+# ------------------------------------------------------------------------------- what a pause holds
 
 
 def complete(server: Server, stream: bool) -> requests.Response:
@@ -155,7 +177,8 @@ def complete(server: Server, stream: bool) -> requests.Response:
 
 
 def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(server, client):
-    """The engine would hold them as well; but what they sample from is looked up before they come to it."""
+    """The engine would hold them as well; but what they sample from is looked up before they come
+    to it."""
     version = client.info().policy_version
     client.pause()
     with ThreadPoolExecutor() as pool:
@@ -172,11 +195,16 @@ def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(se
         assert [one.result().status_code for one in through_openai] == [200, 200]
 
 
-def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are_served(server, client):
-    """Of a run that is strictly on-policy: environments begin the next batch when it may be sampled."""
+def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are_served(
+    server, client
+):
+    """Of a run that is strictly on-policy: environments begin the next batch when it may be
+    sampled."""
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(server.generate, prompt="abc=", n=16, max_tokens=100, ignore_eos=True)
-        wait_for(lambda: server.metric("num_requests_running") > 0 or begun.done(), "a request to begin")
+        wait_for(
+            lambda: server.metric("num_requests_running") > 0 or begun.done(), "a request to begin"
+        )
         client.hold(True, 0.0)
         try:
             waiting = [pool.submit(server.generate, prompt="abc=", max_tokens=2)]
@@ -211,14 +239,18 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
 
 
 def sample_for(server: Server, key: str, route: str = "/generate", **body) -> requests.Response:
-    usual = {"prompt": "abc=", "ignore_eos": True} | ({} if route == "/generate" else {"model": "any"})
+    usual = {"prompt": "abc=", "ignore_eos": True} | (
+        {} if route == "/generate" else {"model": "any"}
+    )
     headers = {"authorization": f"Bearer {key}"}
     return requests.post(server.url + route, json=usual | body, headers=headers, timeout=60)
 
 
 def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
     version = client.info().policy_version
-    wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")
+    wait_for(
+        lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end"
+    )
     assert client.evaluation("evaluation-a").oldest is None
     assert sample_for(server, "evaluation-a", max_tokens=2).ok
     assert sample_for(server, "evaluation-b", "/v1/completions", max_tokens=2).ok
@@ -235,12 +267,18 @@ def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
         client.hold(False, 1.0)
     sampled = {name: client.evaluation(f"evaluation-{name}") for name in "abc"}
     spans = {name: (reply.oldest, reply.newest) for name, reply in sampled.items()}
-    assert spans == {"a": (version, version), "b": (version, version + 1), "c": (version + 1, version + 1)}
+    assert spans == {
+        "a": (version, version),
+        "b": (version, version + 1),
+        "c": (version + 1, version + 1),
+    }
 
 
 def test_the_server_says_which_version_the_oldest_request_began_with(server, client):
     version = client.info().policy_version
-    wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")
+    wait_for(
+        lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end"
+    )
     with ThreadPoolExecutor() as pool:
         long = pool.submit(server.generate, prompt="abc=", n=64, max_tokens=500, ignore_eos=True)
         wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
@@ -248,12 +286,14 @@ def test_the_server_says_which_version_the_oldest_request_began_with(server, cli
         client.resume(version + 1)
         during = client.info()
         begun, ended = long.result().headers["x-policy-version"].split("-")
-    assert (int(begun), int(ended)) == (version, version + 1), "the publish did not fall into the request"
+    assert (int(begun), int(ended)) == (version, version + 1), (
+        "the publish did not fall into the request"
+    )
     assert (during.policy_version, during.oldest_version_in_flight) == (version + 1, version)
     assert client.info().oldest_version_in_flight == version + 1
 
 
-# -------------------------------------------------------------------------------------------- what a lease is good for
+# ------------------------------------------------------------------------- what a lease is good for
 # Where the weights may be half written when it ends: `tests/weights/test_faults.py`.
 
 
@@ -272,7 +312,9 @@ def test_a_trainer_that_dies_in_a_pause_with_whole_weights_lets_the_server_resum
     version = client.info().policy_version
     replies = []
     with lease_holder(server, "paused") as holder:
-        held = threading.Thread(target=lambda: replies.append(server.generate(prompt="abc=", max_tokens=2)))
+        held = threading.Thread(
+            target=lambda: replies.append(server.generate(prompt="abc=", max_tokens=2))
+        )
         held.start()
         assert client.info().paused
         kill(holder)

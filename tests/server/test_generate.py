@@ -1,4 +1,5 @@
-"""`POST /generate` and the OpenAI routes on a real server: the contract that Atropos environments sample by."""
+"""`POST /generate` and the OpenAI routes on a real server: the contract that Atropos environments
+sample by."""
 
 import asyncio
 import json
@@ -14,8 +15,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_atropos.rollouts.intake import VersionBook
-from trl_atropos.weights.probe import Tolerance
+from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 PROMPT = [64, 65, 66, 28]
@@ -41,14 +42,18 @@ def logps(model, prompt, tokens, temperature=1.0):
 
 
 def sampled(reply):
-    return [[next(iter(entry[0].values())) for entry in completion] for completion in reply["logprobs"]]
+    return [
+        [next(iter(entry[0].values())) for entry in completion] for completion in reply["logprobs"]
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(
     server, reference, temperature, tolerance
 ):
-    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, n=3, max_tokens=12, temperature=temperature).json()
+    reply = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, n=3, max_tokens=12, temperature=temperature
+    ).json()
     for tokens, values in zip(reply["token_ids"], sampled(reply), strict=True):
         expected = logps(reference, PROMPT, tokens, temperature)
         assert torch.allclose(torch.tensor(values), expected, atol=tolerance)
@@ -58,34 +63,56 @@ def test_n_completions_come_back_in_every_list(server):
     reply = server.generate(prompt={"prompt_token_ids": PROMPT}, n=5, max_tokens=6).json()
     assert {len(reply[key]) for key in ("text", "finish_reasons", "logprobs", "token_ids")} == {5}
     assert reply["prompt_token_ids"] == PROMPT
-    assert all(int(next(iter(e[0]))) == t for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True))
+    assert all(
+        int(next(iter(e[0]))) == t
+        for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True)
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's engine for the CPU ends by seeds")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="only vLLM's engine for the CPU ends by seeds"
+)
 def test_seeded_requests_do_not_end_the_engine(server):
-    """Their prompts are longer together than what the engine computes in one step, so that some are cut."""
+    """Their prompts are longer together than what the engine computes in one step, so that some are
+    cut."""
 
     def ask(number: int):
         prompt = [number, *range(64, 64 + 60)] * 7
-        return server.generate(prompt={"prompt_token_ids": prompt}, max_tokens=2, seed=7, temperature=1.0)
+        return server.generate(
+            prompt={"prompt_token_ids": prompt}, max_tokens=2, seed=7, temperature=1.0
+        )
 
     with ThreadPoolExecutor(64) as pool:
         replies = list(pool.map(ask, range(64)))
     assert [reply.status_code for reply in replies] == [200] * 64
     assert "leaves out the seeds of all requests" in server.log.read_text()
-    same = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=8, seed=7).json()["token_ids"]
+    same = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=8, seed=7).json()[
+        "token_ids"
+    ]
     assert len({tuple(tokens) for tokens in same}) > 1
 
 
-def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_told(server, reference, tolerance):
-    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=12, temperature=2.0, logprobs=3).json()
+def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_told(
+    server, reference, tolerance
+):
+    reply = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, max_tokens=12, temperature=2.0, logprobs=3
+    ).json()
     expected = logps(reference, PROMPT, reply["token_ids"][0], 2.0)
     assert torch.allclose(torch.tensor(sampled(reply)[0]), expected, atol=tolerance)
 
 
 def test_vllms_own_route_tells_the_texts_of_log_probabilities(server):
-    body = {"model": "any", "prompt": "abc=", "max_tokens": 2, "logprobs": 0, "logit_bias": {"65": 100}}
-    (choice,) = requests.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    body = {
+        "model": "any",
+        "prompt": "abc=",
+        "max_tokens": 2,
+        "logprobs": 0,
+        "logit_bias": {"65": 100},
+    }
+    (choice,) = requests.post(f"{server.url}/v1/completions", json=body, timeout=60).json()[
+        "choices"
+    ]
     assert choice["logprobs"]["tokens"] == list(choice["text"]) and len(choice["text"]) == 2
 
 
@@ -99,19 +126,30 @@ def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
 def test_a_completion_that_is_ended_because_it_repeats_itself_has_stopped(server):
     detection = {"max_pattern_size": 2, "min_count": 2}
     always = {"temperature": 0, "logit_bias": {"5": 100.0}, "repetition_detection": detection}
-    reply = server.generate(prompt={"prompt_token_ids": [64, 65, 66]}, max_tokens=20, **always).json()
+    reply = server.generate(
+        prompt={"prompt_token_ids": [64, 65, 66]}, max_tokens=20, **always
+    ).json()
     assert reply["finish_reasons"] == ["stop"]
     assert set(reply["token_ids"][0]) == {5} and len(reply["token_ids"][0]) < 20
 
 
 def test_prompt_log_probabilities_are_flat_floats(server, reference, tolerance):
-    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1).json()
+    reply = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1
+    ).json()
     assert reply["prompt_logprobs"][0] is None
-    values = [entry[str(token)] for entry, token in zip(reply["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
-    assert torch.allclose(torch.tensor(values), logps(reference, PROMPT[:1], PROMPT[1:]), atol=tolerance)
+    values = [
+        entry[str(token)]
+        for entry, token in zip(reply["prompt_logprobs"][1:], PROMPT[1:], strict=True)
+    ]
+    assert torch.allclose(
+        torch.tensor(values), logps(reference, PROMPT[:1], PROMPT[1:]), atol=tolerance
+    )
 
 
-def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server_model, reference, tolerance):
+def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(
+    server, server_model, reference, tolerance
+):
     config = APIServerConfig(
         model_name="any name",
         tokenizer_name=server_model,
@@ -122,7 +160,9 @@ def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server
 
     async def ask():
         client = VLLMServer(config)
-        completion = await client.tokens_and_logprobs_completion(prompt="abc=", n=4, max_tokens=8, temperature=1.0)
+        completion = await client.tokens_and_logprobs_completion(
+            prompt="abc=", n=4, max_tokens=8, temperature=1.0
+        )
         scores = await client.get_logprobs(input_ids=PROMPT, top_k=2)
         return completion, scores
 
@@ -138,7 +178,8 @@ def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server
     [
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": "a", "temprature": 1.0}, "temprature"),
-        ({"prompt": "a", "trace_decode_token_ids": [5]}, "trace_decode_token_ids"),  # tokens that nothing samples
+        # tokens that nothing samples
+        ({"prompt": "a", "trace_decode_token_ids": [5]}, "trace_decode_token_ids"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": {"prompt_token_ids": [1] * 600}}, "512"),
     ],
@@ -189,7 +230,9 @@ def _wait_for(condition, what: str, seconds: float = 20.0) -> None:
 def test_what_is_refused_is_counted_by_its_reason_and_told(server):
     def refused() -> tuple[int, int]:
         told = server.control("GET", "/refusals").json()
-        return told["total"], sum(reason["count"] for reason in told["latest"] if "512" in reason["message"])
+        return told["total"], sum(
+            reason["count"] for reason in told["latest"] if "512" in reason["message"]
+        )
 
     total, too_long = refused()
     for _ in range(20):

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from transformers import Qwen3Config
@@ -13,7 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan, case_of
-from trl_atropos.protocol import ADAPTER_MODES, PARALLEL, TOKEN_VARIABLE, environment_token, parallel, stated_flags
+from trl_atropos.flags import PARALLEL, parallel, stated_flags
+from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import RecipeError, parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 
@@ -35,13 +37,23 @@ def test_every_mode_has_the_control_routes_and_the_right_log_probabilities(mode,
     assert (stated["--host"], stated["--port"]) == ("127.0.0.1", "9001")
 
 
-@pytest.mark.parametrize("given", [["-tp", "2"], ["-tp=2"], ["--tensor_parallel_size", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "given", [["-tp", "2"], ["-tp=2"], ["--tensor_parallel_size", "2"]], ids=" ".join
+)
 def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     folder = tmp_path / "model"
     Qwen3Config().save_pretrained(folder)
-    argv = ["--model_name_or_path", str(folder), "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    argv = [
+        "--model_name_or_path",
+        str(folder),
+        "--max_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"])
-    recipe.services.vllm_args, recipe.services.start_vllm = given, True
+    services = replace(recipe.services, vllm_args=given, start_vllm=True)
+    recipe = replace(recipe, services=services)
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)
@@ -50,17 +62,40 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
-        (['["--dtype", "bfloat16"]'], r"`vllm_args` begins with '\[\"--dtype\", \"bfloat16\"\]', which is no flag"),
+        (
+            ['["--dtype", "bfloat16"]'],
+            r"`vllm_args` begins with '\[\"--dtype\", \"bfloat16\"\]', which is no flag",
+        ),
         (["--max-num-seqs 8", "--enforce-eager"], "Unknown arguments: --enforce-eager"),
     ],
 )
 def test_flags_of_the_server_that_are_quoted_wrongly_are_refused_with_how_to(given, seen):
     with pytest.raises(RecipeError, match=rf"{seen}.* Flags of the server are a list in a recipe"):
-        parse(["--model_name_or_path", "m", "--max_steps", "1", "--output_dir", "run", "--vllm_args", *given])
+        parse(
+            [
+                "--model_name_or_path",
+                "m",
+                "--max_steps",
+                "1",
+                "--output_dir",
+                "run",
+                "--vllm_args",
+                *given,
+            ]
+        )
 
 
 def test_flags_of_the_server_are_one_quoted_text_on_the_command_line():
-    argv = ["--model_name_or_path", "m", "--max_steps", "1", "--output_dir", "run", "--use_cpu", "true"]
+    argv = [
+        "--model_name_or_path",
+        "m",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        "run",
+        "--use_cpu",
+        "true",
+    ]
     recipe = parse([*argv, "--bf16", "false", "--vllm_args", "--max-num-seqs 8 --enforce-eager"])
     assert recipe.services.vllm_args == ["--max-num-seqs", "8", "--enforce-eager"]
 
@@ -73,8 +108,22 @@ def test_the_short_names_of_flags_are_vllms():
         if not one.startswith("--") and one != "-h"
     }
     ours = {one: long.removeprefix("--").replace("-", "_") for one, long in PARALLEL.items()}
-    looked_for = {*ours.values(), "dtype", "enable_lora", "gpu_memory_utilization", "host", "kv_cache_memory_bytes"}
-    looked_for |= {"max_cpu_loras", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "port"}
+    looked_for = {
+        *ours.values(),
+        "dtype",
+        "enable_lora",
+        "gpu_memory_utilization",
+        "host",
+        "kv_cache_memory_bytes",
+    }
+    looked_for |= {
+        "max_cpu_loras",
+        "max_lora_rank",
+        "max_loras",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "port",
+    }
     looked_for |= {"chat_template", "max_num_seqs", "seed", "served_model_name", "tokenizer"}
     assert {one: long for one, long in theirs.items() if long in looked_for}.items() <= ours.items()
     assert theirs.keys() >= {"-tp", "-pp", "-dp"}
@@ -94,7 +143,10 @@ def test_other_modes_have_adapters_only_when_asked_for(mode):
 
 
 def test_the_servers_dtype_is_stated_on_the_cpu_only():
-    assert (flags(cpu=True)["--dtype"], flags(cpu=True)["--load-format"]) == ("float32", "trl_atropos_shared")
+    assert (flags(cpu=True)["--dtype"], flags(cpu=True)["--load-format"]) == (
+        "float32",
+        "trl_atropos_shared",
+    )
     assert not {"--dtype", "--load-format", "--enforce-eager"} & flags(cpu=False).keys()
 
 
@@ -123,8 +175,14 @@ def test_flags_of_the_user_win_over_our_defaults(given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--logprobs-mode", "raw_logprobs"], "needs `--logprobs-mode processed_logprobs`. Leave the flag out"),
-        (["--load_format=dummy"], "--load-format dummy: this server needs `--load-format trl_atropos_shared`"),
+        (
+            ["--logprobs-mode", "raw_logprobs"],
+            "needs `--logprobs-mode processed_logprobs`. Leave the flag out",
+        ),
+        (
+            ["--load_format=dummy"],
+            "--load-format dummy: this server needs `--load-format trl_atropos_shared`",
+        ),
     ],
 )
 def test_a_flag_that_would_break_the_run_is_refused(given, message):
@@ -139,7 +197,10 @@ def test_a_flag_that_says_what_must_hold_is_not_said_twice():
 
 def test_without_vllm_one_sentence_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(SystemExit, match=r'^trl-atropos serve: vLLM is not installed for .*pip install "trl_atropos'):
+    with pytest.raises(
+        SystemExit,
+        match=r'^trl-atropos serve: vLLM is not installed for .*pip install "trl_atropos',
+    ):
         main(["m"])
 
 
@@ -151,11 +212,17 @@ def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatc
         assert environment_token() == ""
         told = ready_text("0.0.0.0", "9001", "lora", set_up_token("9001"))
         assert len(os.environ[TOKEN_VARIABLE]) > 20
-        assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o600, os.environ[TOKEN_VARIABLE])
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (
+            0o600,
+            os.environ[TOKEN_VARIABLE],
+        )
         (line,) = told.splitlines()[1:]
         url = f"http://{socket.gethostname()}:9001"
         assert f"ready at {url}, vllm_mode lora, token in {file}; next: " in line
-        assert f"{TOKEN_VARIABLE}=$(cat {file}) trl-atropos train RECIPE --vllm_mode lora --start_vllm false" in line
+        assert (
+            f"{TOKEN_VARIABLE}=$(cat {file}) trl-atropos train RECIPE --vllm_mode lora "
+            "--start_vllm false" in line
+        )
         assert line.endswith(f" --vllm_server_base_url {url}")
         file.chmod(0o644)
     monkeypatch.setenv(TOKEN_VARIABLE, "mine")
@@ -178,7 +245,10 @@ def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
         assert time.monotonic() < deadline, log
         time.sleep(0.1)
     (line,) = [line for line in log.splitlines() if line.startswith("trl-atropos serve: ready")]
-    assert f" {server.url}, vllm_mode colocate, token in {TOKEN_VARIABLE}; next: trl-atropos train RECIPE " in line
+    assert (
+        f" {server.url}, vllm_mode colocate, token in {TOKEN_VARIABLE}; next: trl-atropos train "
+        "RECIPE " in line
+    )
     assert server.token not in log
 
 
@@ -203,7 +273,10 @@ def test_the_restart_mode_becomes_the_front(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    assert "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'" in done.stderr
+    assert (
+        "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,6 +289,8 @@ def test_the_restart_mode_becomes_the_front(tmp_path):
 @pytest.mark.parametrize("mode", ["colocate", "restart"])
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(mode, token, told, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, token)
-    with pytest.raises(SystemExit, match=f"{TOKEN_VARIABLE} has {told}.* Set it to letters and digits") as refused:
+    with pytest.raises(
+        SystemExit, match=f"{TOKEN_VARIABLE} has {told}.* Set it to letters and digits"
+    ) as refused:
         main(["model", "--vllm_mode", mode])
     assert token.strip() not in str(refused.value)

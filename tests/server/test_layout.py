@@ -1,4 +1,5 @@
-"""Places of parameters in another model's memory, found by watching its loader: small loaders with known answers."""
+"""Places of parameters in another model's memory, found by watching its loader: small loaders with
+known answers."""
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ CPU = torch.device("cpu")
 
 
 class Model(torch.nn.Module):
-    """A loader that puts one checkpoint weight into `self.weight`, which can be shared, the way `write` says."""
+    """A loader that puts one checkpoint weight into `self.weight`, which can be shared, the way
+    `write` says."""
 
     def __init__(self, weight: torch.Tensor, write):
         super().__init__()
@@ -46,7 +48,12 @@ class Experts(Model):
             self.write(self.weight.data[int(expert)], tensor, part)
 
 
-def place(model: torch.nn.Module, *shape: int, dtype: str = "float32", pieces: list[CheckpointTensor] | None = None):
+def place(
+    model: torch.nn.Module,
+    *shape: int,
+    dtype: str = "float32",
+    pieces: list[CheckpointTensor] | None = None,
+):
     spec = ParameterSpec(name="w", shape=list(shape), dtype=dtype, pieces=pieces)
     views, refused = trace(model, [spec], CPU)
     return views.get("w"), refused.get("w")
@@ -68,7 +75,11 @@ def test_a_slice_of_a_fused_weight_is_a_view():
 
 
 def test_a_padded_vocabulary_is_a_view_of_its_first_rows():
-    view_of(Model(torch.zeros(64, 4), lambda memory, w: (memory[:50].copy_(w), memory[50:].fill_(0))), 50, 4)
+    view_of(
+        Model(torch.zeros(64, 4), lambda memory, w: (memory[:50].copy_(w), memory[50:].fill_(0))),
+        50,
+        4,
+    )
 
 
 def test_a_transposed_weight_is_a_view_with_swapped_strides():
@@ -76,7 +87,8 @@ def test_a_transposed_weight_is_a_view_with_swapped_strides():
 
 
 def test_chunks_that_lie_side_by_side_are_one_view():
-    def write(memory, weight):  # fused and transposed: three chunks of columns become three blocks of rows
+    # fused and transposed: three chunks of columns become three blocks of rows
+    def write(memory, weight):
         for index, chunk in enumerate(weight.chunk(3, dim=1)):
             memory[index * 4 : index * 4 + 4].copy_(chunk.t())
 
@@ -92,7 +104,9 @@ def test_chunks_in_another_order_are_refused():
 
 
 def test_a_weight_of_which_only_a_shard_is_kept_is_refused():
-    assert "a part" in place(Model(torch.zeros(2, 4), lambda memory, w: memory.copy_(w[2:])), 4, 4)[1]
+    assert (
+        "a part" in place(Model(torch.zeros(2, 4), lambda memory, w: memory.copy_(w[2:])), 4, 4)[1]
+    )
 
 
 def test_a_weight_that_is_computed_from_is_refused():
@@ -124,7 +138,8 @@ def test_tracing_writes_nothing():
 
 
 def expert_pieces(experts: int, rows: int, columns: int) -> list[CheckpointTensor]:
-    """Gate and up of every expert, as one parameter of transformers has them: (experts, 2 x rows, columns)."""
+    """Gate and up of every expert, as one parameter of transformers has them: (experts, 2 x rows,
+    columns)."""
     return [
         CheckpointTensor(
             name=f"{expert}.{part}",
@@ -138,7 +153,8 @@ def expert_pieces(experts: int, rows: int, columns: int) -> list[CheckpointTenso
 
 
 def place_experts(write) -> tuple:
-    """Three experts with two rows and five columns per part, in memory that is padded to eight columns."""
+    """Three experts with two rows and five columns per part, in memory that is padded to eight
+    columns."""
     return place(Experts(torch.zeros(3, 4, 8), write), 3, 4, 5, pieces=expert_pieces(3, 2, 5))
 
 
@@ -197,7 +213,9 @@ NOT_REPEATABLE = {
 @pytest.mark.parametrize("kind", [*REPEATABLE, *NOT_REPEATABLE])
 def test_copies_are_repeated_only_where_they_are_all_that_a_loader_does(kind):
     model = Model(torch.ones(4, 4), (REPEATABLE | NOT_REPEATABLE)[kind])
-    message = torch.arange(16.0, dtype=torch.float64 if "converted" in kind else torch.float32).view(4, 4)
+    message = torch.arange(
+        16.0, dtype=torch.float64 if "converted" in kind else torch.float32
+    ).view(4, 4)
     tracer = CopyTracer(message, memory_of(model), swallows=False)
     with torch.no_grad(), tracer:
         model.load_weights([("w", message)])
@@ -214,7 +232,8 @@ def test_copies_are_repeated_only_where_they_are_all_that_a_loader_does(kind):
 
 def test_memory_that_another_process_cannot_open_is_refused():
     model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
-    model.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)  # as if it had been packed
+    # as if it had been packed
+    model.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     assert "cannot be shared" in place(model, 4, 4)[1]
     assert unique_storages(model) == {}
 

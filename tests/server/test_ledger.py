@@ -14,7 +14,9 @@ def test_a_key_is_the_same_for_lists_arrays_and_what_has_gone_through_json():
     logprobs = np.float32([random.Random(0).uniform(-20, 0) for _ in range(1000)])
     tokens = list(range(1000))
     key = completion_key([1, 2], tokens, logprobs)
-    assert key == completion_key(np.int64([1, 2]), np.int32(tokens), json.loads(json.dumps(logprobs.tolist())))
+    assert key == completion_key(
+        np.int64([1, 2]), np.int32(tokens), json.loads(json.dumps(logprobs.tolist()))
+    )
     assert completion_key([1], [2], [0.0]) == completion_key([1], [2], [-0.0])
 
 
@@ -51,7 +53,8 @@ def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_ord
 
 
 def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
-    """Or a policy that has become deterministic would be as old as the first time that it was, for ever."""
+    """Or a policy that has become deterministic would be as old as the first time that it was, for
+    ever."""
     ledger = Ledger(capacity=10)
     for version in range(30):
         note = Note((version, version), SamplingSettings())
@@ -74,6 +77,7 @@ def test_a_version_is_that_of_the_model_or_of_the_adapter_at_its_time():
     for version, adapter in [(1, None), (2, 7), (5, 8), (6, 7), (1, None)]:
         history.publish(version, adapter)
     assert [history.version(publishes, None) for publishes in range(6)] == [0, 1, 1, 1, 1, 1]
-    assert [history.version(publishes, 7) for publishes in range(2, 6)] == [2, 2, 6, 6]  # its place was overwritten
+    # its place was overwritten
+    assert [history.version(publishes, 7) for publishes in range(2, 6)] == [2, 2, 6, 6]
     assert history.version(5, 8) == 5
     assert history.version(5, 9) is None  # never published

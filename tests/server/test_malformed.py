@@ -1,5 +1,6 @@
-"""Bodies that no environment should send, and some that environments do send, at the door of `/generate`: each gets an
-answer that says what is wrong with it, and nobody else's request notices."""
+"""Bodies that no environment should send, and some that environments do send, at the door of
+`/generate`: each gets an answer that says what is wrong with it, and nobody else's request
+notices."""
 
 import json
 import os
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.server
 BODIES = 5000 if os.environ.get("TRL_ATROPOS_FULL") else 300
 SERVED_WITHIN = 20.0  # seconds, for a request of four tokens beside the malformed ones
 
-# A value of the wrong type each: vLLM's engine process cannot decode it, and hears nothing more from then on.
+# A value of the wrong type each: vLLM's engine process cannot decode it, and hears nothing more
+# from then on.
 FATAL = {
     "max_tokens": 12.0,
     "seed": 1.0,
@@ -32,19 +34,107 @@ FATAL = {
     "stop_token_ids": [True],
 }
 VALUES = [
-    *(None, True, False, 0, 1, 2, -1, -2, 7, 255, 256, 511, 512, 2**31, 2**32, -(2**31) - 1, 2**63, 2**64, -(2**70)),
-    *(0.0, -0.0, 0.5, 1.0, 1.5, 12.0, -1.0, 1e-9, 1e300, -1e300, float("nan"), float("inf"), -float("inf")),
-    *("", "a", "=", "1", "x" * 300, "\u0000", "\ud800", "[a-", "(a|b)+", "root ::= ", '{"type": "object"}'),
-    *([], [0], [5], [256], [-1], [True], [1.0], ["a"], ["a", ""], ["a", 3], [None], [[1]], [2**31], [2**64], [[]]),
-    *({}, {"a": 1}, {"5": 1.0}, {"5": float("nan")}, {"5": float("inf")}, {"-1": 1.0}, {"256": 1}, {"5": True}),
-    *({"5": "1"}, {"regex": "a+"}, {"regex": "[a-"}, {"choice": ["a", "b"]}, {"choice": []}, {"choice": [1]}),
-    *({"json": {"type": "object"}}, {"json": "{"}, {"json": {"type": 5}}, {"grammar": "root ::="}, {"json_object": 1}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        -2,
+        7,
+        255,
+        256,
+        511,
+        512,
+        2**31,
+        2**32,
+        -(2**31) - 1,
+        2**63,
+        2**64,
+        -(2**70),
+    ),
+    *(
+        0.0,
+        -0.0,
+        0.5,
+        1.0,
+        1.5,
+        12.0,
+        -1.0,
+        1e-9,
+        1e300,
+        -1e300,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+    ),
+    *(
+        "",
+        "a",
+        "=",
+        "1",
+        "x" * 300,
+        "\u0000",
+        "\ud800",
+        "[a-",
+        "(a|b)+",
+        "root ::= ",
+        '{"type": "object"}',
+    ),
+    *(
+        [],
+        [0],
+        [5],
+        [256],
+        [-1],
+        [True],
+        [1.0],
+        ["a"],
+        ["a", ""],
+        ["a", 3],
+        [None],
+        [[1]],
+        [2**31],
+        [2**64],
+        [[]],
+    ),
+    *(
+        {},
+        {"a": 1},
+        {"5": 1.0},
+        {"5": float("nan")},
+        {"5": float("inf")},
+        {"-1": 1.0},
+        {"256": 1},
+        {"5": True},
+    ),
+    *(
+        {"5": "1"},
+        {"regex": "a+"},
+        {"regex": "[a-"},
+        {"choice": ["a", "b"]},
+        {"choice": []},
+        {"choice": [1]},
+    ),
+    *(
+        {"json": {"type": "object"}},
+        {"json": "{"},
+        {"json": {"type": 5}},
+        {"grammar": "root ::="},
+        {"json_object": 1},
+    ),
     *(
         {"regex": "a", "_backend": "x", "_backend_was_auto": True},
         {"structural_tag": "a"},
         {"max_pattern_size": 2**40},
     ),
-    *({"max_pattern_size": 2, "min_count": 2}, {"max_pattern_size": 2.0, "min_count": 2}, {"json_object": True}),
+    *(
+        {"max_pattern_size": 2, "min_count": 2},
+        {"max_pattern_size": 2.0, "min_count": 2},
+        {"json_object": True},
+    ),
 ]
 RIGHT = {  # values that the server takes, most of them
     "allowed_token_ids": [[5, 6]],
@@ -76,7 +166,12 @@ RIGHT = {  # values that the server takes, most of them
 }
 CONSTRAINTS = ("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs")
 PROMPTS = [
-    *(*VALUES, {"prompt_token_ids": []}, {"prompt_token_ids": "abc"}, {"prompt_token_ids": [64] * 512}),
+    *(
+        *VALUES,
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": "abc"},
+        {"prompt_token_ids": [64] * 512},
+    ),
     *({"prompt_token_ids": [value]} for value in VALUES),
 ]
 
@@ -102,14 +197,22 @@ def bodies(count: int) -> list[bytes]:
         text = json.dumps(body).encode()
         if rng.random() < 0.05:
             place = rng.randrange(len(text))
-            text = text[:place] + rng.choice([b"", b"\xff", b"[" * 3000, b"1e999", text]) + text[place + 1 :]
+            text = (
+                text[:place]
+                + rng.choice([b"", b"\xff", b"[" * 3000, b"1e999", text])
+                + text[place + 1 :]
+            )
         made.append(text)
     return made
 
 
 def contradicts_itself(body: bytes) -> bool:
     """Whether it may leave no token to sample, which the engine finds out when it samples."""
-    given = [name for name in (*CONSTRAINTS, "min_tokens", "stop_token_ids") if f'"{name}"'.encode() in body]
+    given = [
+        name
+        for name in (*CONSTRAINTS, "min_tokens", "stop_token_ids")
+        if f'"{name}"'.encode() in body
+    ]
     constraints = [name for name in given if name in CONSTRAINTS]
     # Before `min_tokens`, no stop token may be sampled.
     return len(constraints) + ({"min_tokens", "stop_token_ids"} <= set(given)) > 1
@@ -133,7 +236,9 @@ class Client(threading.Thread):
             began = time.monotonic()
             body = {"prompt": "abc=", "max_tokens": 4, "logprobs": 0}
             try:
-                reply = requests.post(f"{self.server.url}/generate", json=body, timeout=SERVED_WITHIN)
+                reply = requests.post(
+                    f"{self.server.url}/generate", json=body, timeout=SERVED_WITHIN
+                )
             except requests.RequestException as problem:
                 self.failure = repr(problem)
                 return
@@ -145,7 +250,9 @@ class Client(threading.Thread):
 
 @pytest.mark.parametrize("name", FATAL)
 def test_a_value_of_the_wrong_type_is_refused_by_its_name(server, name):
-    status, text = answer(server, json.dumps({"prompt": "abc=", "max_tokens": 4, name: FATAL[name]}).encode())
+    status, text = answer(
+        server, json.dumps({"prompt": "abc=", "max_tokens": 4, name: FATAL[name]}).encode()
+    )
     assert status == 400
     assert f"`{name}" in json.loads(text)["error"]
 
@@ -165,4 +272,7 @@ def test_malformed_bodies_are_answered_and_nobody_else_is_disturbed(server):
     assert client.served >= BODIES // 50, "the client was hardly served"
     counts = {status: [status for status, _ in answers].count(status) for status in (200, 400)}
     assert min(counts.values()) > BODIES // 20, counts  # both kinds were tried
-    print(f"{BODIES} bodies: {counts}; the client beside was served {client.served} times, {client.slowest:.1f} s")
+    print(
+        f"{BODIES} bodies: {counts}; the client beside was served {client.served} times, "
+        f"{client.slowest:.1f} s"
+    )

@@ -1,4 +1,5 @@
-"""Who waits at the door of a server, what it remembers of errors and evaluations. Without a server or vLLM."""
+"""Who waits at the door of a server, what it remembers of errors and evaluations. Without a server
+or vLLM."""
 
 import asyncio
 
@@ -17,7 +18,8 @@ def door(monkeypatch) -> ControlPlane:
 
 @pytest.mark.parametrize(
     ("waiting", "share", "let_in"),
-    [(4, 0.0, 0), (4, 0.5, 2), (5, 0.5, 3), (3, 0.1, 1), (3, 1.0, 3), (0, 1.0, 0)],  # a part of one is one
+    # a part of one is one
+    [(4, 0.0, 0), (4, 0.5, 2), (5, 0.5, 3), (3, 0.1, 1), (3, 1.0, 3), (0, 1.0, 0)],
 )
 def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting, share, let_in):
     async def those_let_in() -> list[int]:
@@ -32,7 +34,9 @@ def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting
 
 def test_a_request_whose_client_has_gone_has_no_part_in_the_share(door):
     async def those_let_in() -> list[bool]:
-        gone, gone_too, *others = turns = [asyncio.get_running_loop().create_future() for _ in range(4)]
+        gone, gone_too, *others = turns = [
+            asyncio.get_running_loop().create_future() for _ in range(4)
+        ]
         door.waiting.extend(turns)
         gone.cancel(), gone_too.cancel()
         door.hold_back(True, 0.5)
@@ -68,7 +72,7 @@ def test_a_broken_server_refuses_what_waited(door):
     assert refused.value.status == 503
 
 
-# -------------------------------------------------------------------------------------------------- what it remembers
+# -------------------------------------------------------------------------------- what it remembers
 
 
 def answered(refusals: Refusals, status: int, *bodies: bytes) -> None:
@@ -81,7 +85,9 @@ def answered(refusals: Refusals, status: int, *bodies: bytes) -> None:
         watched = refusals.watched(send)
         await watched({"type": "http.response.start", "status": status})
         for number, body in enumerate(bodies, start=1):
-            await watched({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+            await watched(
+                {"type": "http.response.body", "body": body, "more_body": number < len(bodies)}
+            )
 
     asyncio.run(respond())
 
@@ -95,7 +101,10 @@ def test_each_refused_request_counts_once_and_a_server_that_shuts_down_refuses_n
     answered(refusals, 500, b'{"error": "NaN"}')
     told = refusals.answer()
     assert told["total"] == 3
-    assert [(one["count"], one["message"][:8]) for one in told["latest"]] == [(1, "HTTP 500"), (2, "HTTP 400")]
+    assert [(one["count"], one["message"][:8]) for one in told["latest"]] == [
+        (1, "HTTP 500"),
+        (2, "HTTP 400"),
+    ]
     assert "601" in told["latest"][1]["message"]  # the last of its kind
 
 
@@ -107,7 +116,9 @@ def test_of_many_reasons_those_that_came_last_are_kept():
     told = refusals.answer()
     assert (told["total"], len(told["latest"])) == (52, plane.MAX_REASONS)
     assert (told["latest"][0]["count"], told["latest"][0]["message"]) == (26, "HTTP 400: always")
-    assert told["latest"][1]["message"].endswith("z") and told["latest"][-1]["message"].endswith("h")
+    assert told["latest"][1]["message"].endswith("z") and told["latest"][-1]["message"].endswith(
+        "h"
+    )
 
 
 def test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it():

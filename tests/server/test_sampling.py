@@ -1,5 +1,5 @@
-"""What the body of a request becomes, and what is told of log-probabilities, in vLLM's own classes. Without a server:
-what one samples is in `test_generate.py`."""
+"""What the body of a request becomes, and what is told of log-probabilities, in vLLM's own classes.
+Without a server: what one samples is in `test_generate.py`."""
 
 import json
 import math
@@ -11,16 +11,25 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
 from trl_atropos.server.plane import Refused
-from trl_atropos.server.sampling import LOWEST_LOGPROB, NUMBERS_OF, _sampled_logprobs, _settings, parse
+from trl_atropos.server.sampling import (
+    LOWEST_LOGPROB,
+    NUMBERS_OF,
+    _sampled_logprobs,
+    _settings,
+    parse,
+)
 
 
 def completion(positions: list[dict[int, float]], flat: bool) -> CompletionOutput:
-    """Log-probabilities by token at each position. The first token of each is the one that was sampled."""
+    """Log-probabilities by token at each position. The first token of each is the one that was
+    sampled."""
     logprobs = FlatLogprobs() if flat else []
     for position in positions:
         logprobs.append({token: Logprob(value) for token, value in position.items()})
     tokens = [next(iter(position)) for position in positions]
-    return CompletionOutput(index=0, text="", token_ids=tokens, cumulative_logprob=None, logprobs=logprobs)
+    return CompletionOutput(
+        index=0, text="", token_ids=tokens, cumulative_logprob=None, logprobs=logprobs
+    )
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -48,7 +57,9 @@ def parsed(**body) -> tuple[dict, SamplingParams]:
 
 def test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once():
     """What an OpenAI client sends along, which environments cannot leave out, is ignored."""
-    prompt, params = parsed(prompt="abc=", model="any", stream=True, user="me", temperature=0.5, logprobs=0)
+    prompt, params = parsed(
+        prompt="abc=", model="any", stream=True, user="me", temperature=0.5, logprobs=0
+    )
     assert prompt == {"prompt": "abc="}
     assert (params.temperature, params.logprobs) == (0.5, 0)
     assert params.output_kind is RequestOutputKind.FINAL_ONLY and params.flat_logprobs
@@ -63,9 +74,18 @@ def test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once():
         ({"prompt": {"prompt_token_ids": [2**31]}}, "prompt_token_ids"),
         ({"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}, "multi_modal_data"),
         ({"prompt": "a", "output_kind": 0}, "unknown sampling parameters: output_kind"),
-        ({"prompt": "a", "_all_stop_token_ids": [1]}, "unknown sampling parameters: _all_stop_token_ids"),
-        ({"prompt": "a", "structured_outputs": {"regexp": "a"}}, "parameters: structured_outputs.regexp"),
-        ({"prompt": "a", "structured_outputs": {"_backend": "x"}}, "parameters: structured_outputs._backend"),
+        (
+            {"prompt": "a", "_all_stop_token_ids": [1]},
+            "unknown sampling parameters: _all_stop_token_ids",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"regexp": "a"}},
+            "parameters: structured_outputs.regexp",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"_backend": "x"}},
+            "parameters: structured_outputs._backend",
+        ),
         ({"prompt": "a", "seed": 2**64}, "`seed` is 18446744073709551616"),
         ({"temperature": 1.0}, "`prompt` must be a string or"),
     ],

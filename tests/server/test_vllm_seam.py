@@ -1,6 +1,6 @@
-"""What `trl_atropos/server` touches of vLLM without a promise. A failure here means that vLLM moved it: read the new
-source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the tests of a real server tell whether it
-still fits.
+"""What `trl_atropos/server` touches of vLLM without a promise. A failure here means that vLLM moved
+it: read the new source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the
+tests of a real server tell whether it still fits.
 """
 
 import ast
@@ -30,13 +30,29 @@ from trl_atropos.server.compat import NEW
 
 MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
+    # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to
+    # them.
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
     "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
-        *("engine_core", "model_config", "vllm_config", "get_tokenizer()", "check_health()", "is_sleeping()"),
-        *("generate(prompt, sampling_params, request_id, lora_request)", "collective_rpc(method, args)"),
-        *("resume_generation()", "reset_prefix_cache(reset_running_requests)", "sleep(level, mode)", "wake_up(tags)"),
+        *(
+            "engine_core",
+            "model_config",
+            "vllm_config",
+            "get_tokenizer()",
+            "check_health()",
+            "is_sleeping()",
+        ),
+        *(
+            "generate(prompt, sampling_params, request_id, lora_request)",
+            "collective_rpc(method, args)",
+        ),
+        *(
+            "resume_generation()",
+            "reset_prefix_cache(reset_running_requests)",
+            "sleep(level, mode)",
+            "wake_up(tags)",
+        ),
         *(("update_weight_version(new_version)",) if NEW else ()),
     ),
     "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
@@ -49,11 +65,25 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
     "vllm.config:ModelConfig": (
-        *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
+        *(
+            "model",
+            "dtype",
+            "max_model_len",
+            "skip_tokenizer_init",
+            "logprobs_mode",
+            "quantization",
+            "use_mla",
+        ),
         *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()", "logits_processors"),
     ),
     "vllm.config:ParallelConfig": (
-        *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
+        *(
+            "data_parallel_size",
+            "data_parallel_index",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "world_size",
+        ),
     ),
     "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
     "vllm.config:CacheConfig": ("block_size",),
@@ -61,29 +91,53 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.sampling_params:SamplingParams": ("flat_logprobs", "clone()"),
     "vllm.v1.sample.logits_processor:": ("LOGITSPROCS_GROUP",),
     "vllm.logprobs:FlatLogprobs": ("start_indices", "logprobs"),
-    "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
+    "vllm.v1.core.block_pool:BlockPool": (
+        "blocks",
+        "cached_block_hash_to_block",
+        "reset_prefix_cache()",
+    ),
     "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": (
         *("vllm_config", "rank", "device", "model_runner", "add_lora(lora_request)"),
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
-    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": (
+        "_adapter_manager",
+        "lora_config",
+        "vocab_size",
+    ),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
-        *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
+        *(
+            "model",
+            "capacity",
+            "lora_index_to_id",
+            "add_adapter(lora)",
+            "activate_adapter(lora_id)",
+        ),
         *("modules", "lora_slots", "_registered_adapters", "_active_adapters"),
         *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
     ),
-    "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer", "lora_a_stacked", "lora_b_stacked"),
+    "vllm.lora.layers:ColumnParallelLinearWithLoRA": (
+        "base_layer",
+        "lora_a_stacked",
+        "lora_b_stacked",
+    ),
     "vllm.lora.lora_model:LoRAModel": (
-        "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
-        "skip_prefixes)",
+        "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, "
+        "weights_mapper, skip_prefixes)",
     ),
     "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
-    f"{MODULES}.models.utils:WeightsMapper": ("get_rename_mapper()" if NEW else "get_unstacked_mapper()",),
-    f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
+    f"{MODULES}.models.utils:WeightsMapper": (
+        "get_rename_mapper()" if NEW else "get_unstacked_mapper()",
+    ),
+    f"{MODULES}.model_loader.default_loader:DefaultModelLoader": (
+        "load_weights(model, model_config)",
+    ),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
-    f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": (
+        "process_weights_after_loading(layer)",
+    ),
     f"{MODULES}.layers.attention:Attention": ("impl",),
     f"{MODULES}.layers.rotary_embedding:RotaryEmbedding": ("cos_sin_cache",),
     f"{MODULES}.layers.layernorm:": ("rms_norm_batch_invariant(input, weight, eps, residual)",),
@@ -94,15 +148,19 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 if NEW:
     PRIVATE_NAMES[f"{MODULES}.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"] = (
         "process_weights_after_loading(layer)",
-        "apply(output, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)",
+        "apply(output, hidden_states, w1, w2, topk_weights, topk_ids, activation, "
+        "apply_router_weight_on_input)",
         *("w1_bias", "w2_bias", "activation(activation, output, input)"),
     )
-OTHERS = {  # of uvicorn and torch, used in `plane.py`, `front/serve.py`, `layout.py` and `extension.py`
+# of uvicorn and torch, used in `plane.py`, `front/serve.py`, `layout.py` and `extension.py`
+OTHERS = {
     "uvicorn:Server": ("handle_exit(sig, frame)", "should_exit", "server_state"),
     "uvicorn.server:ServerState": ("connections",),
     "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": ("transport",),
     "torch.nn.modules.module:": ("register_module_parameter_registration_hook(hook)",),
-    "torch.utils._python_dispatch:TorchDispatchMode": ("__torch_dispatch__(func, types, args, kwargs)",),
+    "torch.utils._python_dispatch:TorchDispatchMode": (
+        "__torch_dispatch__(func, types, args, kwargs)",
+    ),
     "torch:": ("_foreach_copy_",),
 }
 NAMES = [(place, name) for place, names in (PRIVATE_NAMES | OTHERS).items() for name in names]
@@ -118,15 +176,29 @@ def has(owner, name: str) -> bool:
         return hasattr(owner, name)
     own = [parent for parent in owner.__mro__ if parent.__module__.startswith(("vllm", "uvicorn"))]
     declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
-    return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
+    return declared or any(
+        re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own
+    )
 
 
 # Of a request, what changes neither which tokens may come nor how likely they are.
 NOT_RESHAPING = {
     *("n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "repetition_detection"),
-    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *(
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "logprob_token_ids",
+    ),
     *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length"),
+    *(
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+    ),
     *("skip_reading_prefix_cache", "routed_experts_prompt_start", "trace_decode_token_ids"),
     "extra_args",  # for logits processors of the server, which are noted by themselves
 }
@@ -140,7 +212,9 @@ def test_every_field_of_a_request_is_known_to_reshape_what_is_sampled_or_not():
 
 
 def test_logits_processors_of_a_server_are_named():
-    stated = SimpleNamespace(model_config=SimpleNamespace(logits_processors=["a.b:Mask", SimpleNamespace]))
+    stated = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=["a.b:Mask", SimpleNamespace])
+    )
     assert [name.rpartition(" ")[2] for name in compat.logits_processors(stated)] == [
         "a.b:Mask",
         "types:SimpleNamespace",
@@ -157,7 +231,8 @@ def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
     try:
         blocks = pool.get_new_blocks(3)
         keys = [make_block_hash_with_group_id(BlockHash(bytes([i])), 0) for i in range(3)]
-        for block, key in zip(blocks, [keys[0], keys[1], keys[1]], strict=True):  # two of them are alike
+        # two of them are alike
+        for block, key in zip(blocks, [keys[0], keys[1], keys[1]], strict=True):
             pool._insert_block_hash(key, block, num_tokens=16)
         assert not pool.reset_prefix_cache()  # while a request uses them
         pool.free_blocks(blocks)
@@ -173,11 +248,15 @@ def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
 
 
 def test_only_log_probabilities_that_are_asked_for_flat_lose_the_text_of_their_tokens(monkeypatch):
-    monkeypatch.setattr(LogprobsProcessor, "from_new_request", LogprobsProcessor.__dict__["from_new_request"])
+    monkeypatch.setattr(
+        LogprobsProcessor, "from_new_request", LogprobsProcessor.__dict__["from_new_request"]
+    )
     compat.leave_logprobs_without_text()
     for flat in (False, True):
         params = SamplingParams(logprobs=0, flat_logprobs=flat)
-        found = LogprobsProcessor.from_new_request("tokenizer", SimpleNamespace(sampling_params=params))
+        found = LogprobsProcessor.from_new_request(
+            "tokenizer", SimpleNamespace(sampling_params=params)
+        )
         assert found.tokenizer == (None if flat else "tokenizer")
         assert isinstance(found.logprobs, FlatLogprobs) == flat
 
@@ -195,7 +274,9 @@ def what_moved(place: str, name: str) -> str | None:
     attribute, _, arguments = name.rstrip(")").partition("(")
     if attribute and not has(found, attribute):
         return f"{place} has no {attribute}"
-    missing = set(arguments.split(", ")) - arguments_of(getattr(found, attribute)) if arguments else set()
+    missing = (
+        set(arguments.split(", ")) - arguments_of(getattr(found, attribute)) if arguments else set()
+    )
     return f"{place}.{attribute} takes no {', '.join(sorted(missing))}" if missing else None
 
 
@@ -205,13 +286,23 @@ def test_the_name_is_there(place, name):
 
 
 def imports_of_vllm() -> list[tuple[str, str]]:
-    """Module and name of all that `trl_atropos` imports of vLLM, but for what other versions have, in a `try`."""
+    """Module and name of all that `trl_atropos` imports of vLLM, but for what other versions have,
+    in a `try`."""
     found = set()
     for path in Path(trl_atropos.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        tried = {node for parent in ast.walk(tree) if isinstance(parent, ast.Try) for node in ast.walk(parent)}
+        tried = {
+            node
+            for parent in ast.walk(tree)
+            if isinstance(parent, ast.Try)
+            for node in ast.walk(parent)
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "vllm" and node not in tried:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module.partition(".")[0] == "vllm"
+                and node not in tried
+            ):
                 found |= {(f"{node.module}:", alias.name) for alias in node.names}
     return sorted(found)
 
@@ -258,9 +349,13 @@ def test_a_name_that_moved_is_told(name, told, monkeypatch):
     [
         # The application's state, which the middleware reads.
         ("vllm.entrypoints.launchers.api_server.app_state", "state.engine_client = engine_client"),
-        ("vllm.entrypoints.launchers.api_server.app_state", "state.openai_serving_models = OpenAIServingModels("),
+        (
+            "vllm.entrypoints.launchers.api_server.app_state",
+            "state.openai_serving_models = OpenAIServingModels(",
+        ),
         ("vllm.entrypoints.launchers.launcher", "app.state.server = server"),
-        # The process whose death is watched for, and the mark of a token that was sampled before any publish.
+        # The process whose death is watched for, and the mark of a token that was sampled before
+        # any publish.
         ("vllm.v1.engine.utils", f'else "{compat.ENGINE_PROCESS}"'),
         ("vllm.v1.engine.core", f'self._weight_version = "{compat.UNMARKED}"'),
         # What a linear layer on the CPU computes with.
@@ -317,23 +412,42 @@ for folder in sys.argv[2:]:
 def models(tmp_path_factory) -> list[str]:
     """A model with experts in each of its two layers, and one without any."""
     folder = tmp_path_factory.mktemp("models")
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 32}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "head_dim": 32,
+    }
     size |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    }
     for name, kind, fields in (("experts", "qwen3_moe", size | experts), ("dense", "qwen3", size)):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32).save_pretrained(
-            folder / name
-        )
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **fields), dtype=torch.float32
+        ).save_pretrained(folder / name)
     return [str(folder / "experts"), str(folder / "dense")]
 
 
 def test_layers_compute_in_place_and_a_class_that_vllm_moved_is_refused(models, tmp_path):
-    """If vLLM kept layers in classes that are not looked for, it would sample from the first weights for ever."""
+    """If vLLM kept layers in classes that are not looked for, it would sample from the first
+    weights for ever."""
     command = [sys.executable, "-c", LOADS, str(tmp_path), *models]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith(("found", "moved"))]
-    assert [line[1:] for line in told if line[0] == "found"] == [["True", "True", "[]"], ["False", "False", "[]"]]
+    told = [
+        line.split(maxsplit=3)
+        for line in done.stdout.splitlines()
+        if line.startswith(("found", "moved"))
+    ]
+    assert [line[1:] for line in told if line[0] == "found"] == [
+        ["True", "True", "[]"],
+        ["False", "False", "[]"],
+    ]
     moved = [(kind, refused) for word, kind, refused, _ in told if word == "moved"]
     layers = ["UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"]
     assert moved == [(kind, "True") for kind in [*layers, "UnquantizedFusedMoEMethod", *layers]] + [

@@ -1,10 +1,12 @@
 """Model families made tiny on the spot, and what happens when each is trained against vLLM.
 
-python -m tests.weights.architectures [FAMILY ...] [--rows FILE] [--write trl_atropos/weights/ARCHITECTURES.md]
+python -m tests.weights.architectures [FAMILY ...] [--rows FILE] [--write
+trl_atropos/weights/ARCHITECTURES.md]
 
-Every row gets a process of its own with a whole vLLM engine in it. A trainer with default settings takes a step and
-publishes it, first in `colocate` and then in `server`, and then the log-probabilities that both sides give to random
-prompts are compared. Rows that `--rows` has already are not made again, so that a run can go on where it was cut.
+Every row gets a process of its own with a whole vLLM engine in it. A trainer with default settings
+takes a step and publishes it, first in `colocate` and then in `server`, and then the
+log-probabilities that both sides give to random prompts are compared. Rows that `--rows` has
+already are not made again, so that a run can go on where it was cut.
 """
 
 import argparse
@@ -30,7 +32,8 @@ FAILED: list[Exception] = []  # kept: an engine that is freed half made hangs
 DTYPES = ("float32", "bfloat16")
 MODES = ("colocate", "server")
 MEASURED = ("shared", "copied", "sent")
-TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.2, 0.02)}  # nats, on any token and in the mean
+# nats, on any token and in the mean
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.2, 0.02)}
 ENVIRONMENT = {
     **SERVER_ENVIRONMENT,
     "TORCHDYNAMO_DISABLE": "1",
@@ -101,7 +104,8 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """`expected`: "shared", "copied" or "refused", in float32. `settings`: of the trainer, beside its defaults."""
+    """`expected`: "shared", "copied" or "refused", in float32. `settings`: of the trainer, beside
+    its defaults."""
 
     model_type: str
     fields: dict
@@ -121,8 +125,12 @@ FAMILIES = {
     "Phi 2": Family("phi", {**BASE, "num_key_value_heads": 4}, "copied"),
     "Phi-3": Family("phi3", {**BASE, "tie_word_embeddings": False}),
     "GPT-2": Family("gpt2", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    "GPT-J": Family("gptj", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 16}),
-    "GPT-BigCode": Family("gpt_bigcode", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "GPT-J": Family(
+        "gptj", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 16}
+    ),
+    "GPT-BigCode": Family(
+        "gpt_bigcode", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    ),
     "GPT-NeoX": Family("gpt_neox", {**BASE, "num_key_value_heads": 4}),
     "OPT": Family(
         "opt",
@@ -140,7 +148,9 @@ FAMILIES = {
     "OLMo 3": Family("olmo3", BASE),
     "OLMoE": Family("olmoe", {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "Granite": Family("granite", BASE),
-    "GraniteMoE": Family("granitemoe", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}, **BARE_LOSS),
+    "GraniteMoE": Family(
+        "granitemoe", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}, **BARE_LOSS
+    ),
     "Cohere": Family("cohere", BASE),
     "Cohere 2": Family("cohere2", BASE),
     "StarCoder 2": Family("starcoder2", BASE),
@@ -149,14 +159,18 @@ FAMILIES = {
     "GLM": Family("glm", WITH_HEAD_DIM),
     "GLM-4": Family("glm4", WITH_HEAD_DIM),
     "Nemotron": Family("nemotron", WITH_HEAD_DIM),
-    "EXAONE 4": Family("exaone4", {**WITH_HEAD_DIM, "sliding_window": 64, "sliding_window_pattern": 2}),
+    "EXAONE 4": Family(
+        "exaone4", {**WITH_HEAD_DIM, "sliding_window": 64, "sliding_window_pattern": 2}
+    ),
     "ERNIE 4.5": Family("ernie4_5", WITH_HEAD_DIM),
     "Hunyuan": Family("hunyuan_v1_dense", WITH_HEAD_DIM),
     "Seed-OSS": Family("seed_oss", WITH_HEAD_DIM),
     "Qwen2-MoE": Family("qwen2_moe", {**BASE, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "Qwen3-MoE": Family("qwen3_moe", {**WITH_HEAD_DIM, **EXPERTS, "decoder_sparse_step": 1}),
     "Mixtral": Family("mixtral", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "GPT-OSS": Family("gpt_oss", {**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2}, "copied"),
+    "GPT-OSS": Family(
+        "gpt_oss", {**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2}, "copied"
+    ),
     "Qwen3-Next": Family(
         "qwen3_next",
         {
@@ -183,7 +197,9 @@ FAMILIES = {
         },
         "copied",
     ),
-    "Mamba": Family("mamba", {"hidden_size": 128, "num_hidden_layers": 2, "state_size": 16}, "refused"),
+    "Mamba": Family(
+        "mamba", {"hidden_size": 128, "num_hidden_layers": 2, "state_size": 16}, "refused"
+    ),
     "DeepSeek-V2": Family("deepseek_v2", LATENT, "refused"),
     "DeepSeek-V3": Family("deepseek_v3", {**LATENT, "topk_method": "noaux_tc"}, "refused"),
     "Mamba 2": Family(
@@ -194,12 +210,15 @@ FAMILIES = {
             "state_size": 16,
             "num_heads": 8,
             "head_dim": 16,
-            "n_groups": 1,  # with more, vLLM normalises each for itself and transformers all together
+            # with more, vLLM normalises each for itself and transformers all together
+            "n_groups": 1,
             "chunk_size": 32,
         },
         "copied",
     ),
-    "Granite 4 (hybrid)": Family("granitemoehybrid", {**GRANITE_4, "num_local_experts": 0}, "copied", **BARE_LOSS),
+    "Granite 4 (hybrid)": Family(
+        "granitemoehybrid", {**GRANITE_4, "num_local_experts": 0}, "copied", **BARE_LOSS
+    ),
     "Granite 4 (hybrid, experts)": Family(
         "granitemoehybrid", {**GRANITE_4, "num_local_experts": 4}, "copied", **BARE_LOSS
     ),
@@ -234,13 +253,21 @@ FAMILIES = {
         "copied",
     ),
     "LFM2-MoE": Family(
-        "lfm2_moe", {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "refused"
+        "lfm2_moe",
+        {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        "refused",
     ),
     "GLM-4-MoE": Family("glm4_moe", {**WITH_HEAD_DIM, **ROUTED}),
     "dots.llm1": Family("dots1", {**WITH_HEAD_DIM, **ROUTED}),
     "ERNIE 4.5 MoE": Family(
         "ernie4_5_moe",
-        {**WITH_HEAD_DIM, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1},
+        {
+            **WITH_HEAD_DIM,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_num_shared_experts": 1,
+        },
         "refused",
     ),
     "Llama 4": Family(
@@ -267,7 +294,8 @@ class Outcome:
     why: str = ""  # for "copied" and "refused"
     largest: float = 0.0  # difference of log-probabilities after the step, in nats, on any token
     mean: float = 0.0
-    unproven: dict[str, str] = field(default_factory=dict)  # parameters without a fingerprint, and why
+    # parameters without a fingerprint, and why
+    unproven: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -283,15 +311,22 @@ class Row:
 
 
 def make_model(family: Family, folder: Path, dtype: str = "float32") -> None:
-    """Saves a tiny model with random weights (none of them zero or one), and a byte-level tokenizer."""
+    """Saves a tiny model with random weights (none of them zero or one), and a byte-level
+    tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from recipes.quickstart.make_model import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model(family.model_type, **{"vocab_size": len(tokenizer), **ids, **family.fields})
+    ids = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    config = AutoConfig.for_model(
+        family.model_type, **{"vocab_size": len(tokenizer), **ids, **family.fields}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # With wider ones, 16 bits round by more than the probe allows.
@@ -303,7 +338,8 @@ def make_model(family: Family, folder: Path, dtype: str = "float32") -> None:
 
 
 def change(parameters: dict, seed: int, scale: float = 0.05) -> None:
-    """Moves every parameter in place, far enough that every one of them shows in the log-probabilities."""
+    """Moves every parameter in place, far enough that every one of them shows in the
+    log-probabilities."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -323,7 +359,8 @@ def record(path: Path) -> str:
 
 
 def check(name: str, dtype: str, folder: Path) -> Row:
-    """Takes the family through a step of each mode in this process, which is of no use for another one afterwards."""
+    """Takes the family through a step of each mode in this process, which is of no use for another
+    one afterwards."""
     from vllm.config import set_current_vllm_config
 
     from tests.weights.engine import Engine
@@ -341,7 +378,8 @@ def check(name: str, dtype: str, folder: Path) -> Row:
     recording = record(folder / "rollouts.jsonl")
     for mode in MODES:
         try:
-            # vLLM decorates the classes of some Hugging Face models, which then look for its configuration.
+            # vLLM decorates the classes of some Hugging Face models, which then look for its
+            # configuration.
             with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
                 row.modes[mode] = step(engine, row, mode, folder, recording)
         except (AtroposTrainingError, ValueError) as error:
@@ -355,19 +393,23 @@ def check(name: str, dtype: str, folder: Path) -> Row:
 
 
 def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
-    """One optimizer step of a trainer with default settings that publishes to `engine`, and what that led to."""
+    """One optimizer step of a trainer with default settings that publishes to `engine`, and what
+    that led to."""
     from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
     from trl_atropos.errors import ProbeError
     from trl_atropos.server_client import Servers
     from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
-    publisher = ServerPublisher(transfer_of(mode, Servers([engine.url], 60, client=engine), "auto", str(folder)))
+    publisher = ServerPublisher(
+        transfer_of(mode, Servers([engine.url], 60, client=engine), "auto", str(folder))
+    )
     args = AtroposGRPOConfig(
         output_dir=str(folder / mode),
         vllm_mode=mode,
         model_init_kwargs={"dtype": row.dtype},
         max_steps=1,
-        learning_rate=1e-2,  # of the first step of AdamW, every weight that has a gradient moves by this
+        # of the first step of AdamW, every weight that has a gradient moves by this
+        learning_rate=1e-2,
         use_cpu=True,
         save_strategy="no",
         report_to="none",
@@ -382,7 +424,10 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
             policy_publisher=publisher,
         )
     model = trainer.model
-    row.hf_class, row.parameters = type(model).__name__, sum(one.numel() for one in model.parameters())
+    row.hf_class, row.parameters = (
+        type(model).__name__,
+        sum(one.numel() for one in model.parameters()),
+    )
     row.attention = model.config._attn_implementation
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     try:
@@ -391,17 +436,26 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
         if error.result is None or publisher.policy_version > 0:
             raise
         apart = f"{error.result.max_abs_diff:.1g} nats apart"
-        return Outcome("refused", f"before any step, vLLM and transformers compute log-probabilities up to {apart}")
-    moved = [name for name, parameter in model.named_parameters() if not parameter.equal(before[name])]
+        return Outcome(
+            "refused",
+            f"before any step, vLLM and transformers compute log-probabilities up to {apart}",
+        )
+    moved = [
+        name for name, parameter in model.named_parameters() if not parameter.equal(before[name])
+    ]
     if len(moved) < len(before) / 2:
         raise AssertionError(f"the step moved {len(moved)} of {len(before)} parameters")
     largest, mean = engine.difference(model)
     bound, mean_bound = TOLERANCES[row.dtype]
     if not (largest <= bound and mean <= mean_bound):
-        raise AssertionError(f"after the step, vLLM and the trainer differ by up to {largest:.2g} nats ({mean:.2g})")
+        raise AssertionError(
+            f"after the step, vLLM and the trainer differ by up to {largest:.2g} nats ({mean:.2g})"
+        )
     how = {"Colocate": "shared", "FullWeights": "copied" if mode == "colocate" else "sent"}
     (refused,) = publisher._proof._refused.values()
-    return Outcome(how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean, refused)
+    return Outcome(
+        how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean, refused
+    )
 
 
 @contextmanager
@@ -409,7 +463,9 @@ def warnings_of(logger: str) -> Iterator[list[str]]:
     """What is in the brackets of the logger's warnings: the reason."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda entry: found.append(entry.getMessage().partition("(")[2].rpartition(")")[0])
+    handler.emit = lambda entry: found.append(
+        entry.getMessage().partition("(")[2].rpartition(")")[0]
+    )
     logging.getLogger(logger).addHandler(handler)
     try:
         yield found
@@ -422,10 +478,13 @@ def _in_short(error: Exception) -> str:
 
 
 def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
-    """Checks families in dtypes, each in a process that is forked from one that has imported everything."""
+    """Checks families in dtypes, each in a process that is forked from one that has imported
+    everything."""
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.weights.architectures", "tests.weights.engine", "trl_atropos.trainer"])
+    context.set_forkserver_preload(
+        ["tests.weights.architectures", "tests.weights.engine", "trl_atropos.trainer"]
+    )
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(_in_own_process, context, *one) for one in wanted]):
             yield done.result()
@@ -471,7 +530,9 @@ def table(found: dict[tuple[str, str], Row]) -> str:
         for mode in MODES:
             for dtype in DTYPES:
                 outcome = made[dtype].modes[mode] if dtype in made else Outcome("not run")
-                cells.append(outcome.how + (f" {outcome.largest:.0e}" if outcome.how in MEASURED else ""))
+                cells.append(
+                    outcome.how + (f" {outcome.largest:.0e}" if outcome.how in MEASURED else "")
+                )
                 if outcome.why:
                     reasons[_first(outcome.why)].append(f"`{mode}`, {dtype}")
         everywhere = len(MODES) * len(DTYPES)
@@ -504,11 +565,17 @@ def read_rows(path: Path | None) -> dict[tuple[str, str], Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="names of the table's first column")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families", nargs="*", default=list(FAMILIES), help="names of the table's first column"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--workers", type=int, default=1, help="rows at the same time")
-    parser.add_argument("--rows", type=Path, help="file of rows, one a line, that this run goes on with")
+    parser.add_argument(
+        "--rows", type=Path, help="file of rows, one a line, that this run goes on with"
+    )
     parser.add_argument("--write", type=Path, help="file for the table")
     options = parser.parse_args()
     found = read_rows(options.rows)

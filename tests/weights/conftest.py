@@ -34,13 +34,18 @@ def recording(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make_trainer(server, recording, tmp_path) -> Iterator[Callable[..., AtroposGRPOTrainer]]:
-    """Builds trainers whose parameters are the server's; the server's weights are put back at the end."""
+    """Builds trainers whose parameters are the server's; the server's weights are put back at the
+    end."""
     attached: list[tuple[ServerPublisher, dict[str, torch.Tensor]]] = []
 
     def build(publisher: ServerPublisher | None = None, **settings) -> AtroposGRPOTrainer:
         publisher = publisher or trainers.make_publisher(server, tmp_path)
-        trainer = trainers.make_trainer(publisher, recording, server.model, tmp_path / "run", **settings)
-        attached.append((publisher, {name: view.clone() for name, view in publisher.transfer.views.items()}))
+        trainer = trainers.make_trainer(
+            publisher, recording, server.model, tmp_path / "run", **settings
+        )
+        attached.append(
+            (publisher, {name: view.clone() for name, view in publisher.transfer.views.items()})
+        )
         return trainer
 
     yield build
@@ -61,9 +66,11 @@ def _drop_caches(client: ServerClient) -> None:
 
 @pytest.fixture(scope="module")  # the last one would run to the end of the session
 def live(request, server_model, recording, tmp_path_factory) -> Iterator[Live]:
-    """A server of the mode that the test is parametrised with: started once for all tests of that mode."""
+    """A server of the mode that the test is parametrised with: started once for all tests of that
+    mode."""
     mode = MODES[request.param]
     logs = tmp_path_factory.mktemp("live_logs")
-    flags = ["--vllm_mode", mode.vllm_mode, "--max-model-len", "1024", *mode.flags]  # room for a request of seconds
+    # room for a request of seconds
+    flags = ["--vllm_mode", mode.vllm_mode, "--max-model-len", "1024", *mode.flags]
     with running_server(server_model, logs, *flags) as running:
         yield Live(mode, running, recording, tmp_path_factory.mktemp("live"))

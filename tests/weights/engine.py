@@ -1,4 +1,5 @@
-"""A whole vLLM engine inside this process, as our server starts it, that a trainer of this process publishes to.
+"""A whole vLLM engine inside this process, as our server starts it, that a trainer of this process
+publishes to.
 
 Worker extension and loader are the server's own; only HTTP is left out. Judged by what it computes.
 """
@@ -23,7 +24,8 @@ from trl_atropos.server import compat
 from trl_atropos.server.launch import CPU_REQUIRED, REQUIRED
 from trl_atropos.tensors.fingerprint import Assembly
 
-# vLLM looks at each class of models in a process of its own first, which imports all of vLLM once more.
+# vLLM looks at each class of models in a process of its own first, which imports all of vLLM once
+# more.
 registry._run_in_subprocess = lambda look: look()
 
 PROMPTS = torch.randint(256, (3, 48), generator=torch.Generator().manual_seed(0)).tolist()
@@ -31,7 +33,8 @@ MAX_MODEL_LEN = 256
 
 
 class Engine:
-    """One per process: vLLM keeps global state. Stands in for `ServerClient` where a publisher makes its clients."""
+    """One per process: vLLM keeps global state. Stands in for `ServerClient` where a publisher
+    makes its clients."""
 
     url, host = "this process", "127.0.0.1"
 
@@ -47,7 +50,10 @@ class Engine:
             max_num_seqs=4,
             num_gpu_blocks_override=64,  # or the whole of the space for the cache is written once
             disable_log_stats=True,
-            **{flag.removeprefix("--").replace("-", "_"): value for flag, value in (REQUIRED | CPU_REQUIRED).items()},
+            **{
+                flag.removeprefix("--").replace("-", "_"): value
+                for flag, value in (REQUIRED | CPU_REQUIRED).items()
+            },
         )
 
     def __call__(self, *_) -> "Engine":
@@ -55,9 +61,12 @@ class Engine:
         return self
 
     def difference(self, reference: PreTrainedModel) -> tuple[float, float]:
-        """Largest and mean difference between the prompts' log-probabilities here and in `reference`, in nats."""
+        """Largest and mean difference between the prompts' log-probabilities here and in
+        `reference`, in nats."""
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False
+        )
         differences = []
         was_training = reference.training
         reference.eval()
@@ -65,12 +74,14 @@ class Engine:
             with torch.no_grad():
                 logits = reference(input_ids=torch.tensor([ids]), use_cache=False).logits
             expected = logits[0, :-1].float().log_softmax(-1)
-            for position, (token, given) in enumerate(zip(ids[1:], output.prompt_logprobs[1:], strict=True)):
+            for position, (token, given) in enumerate(
+                zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+            ):
                 differences.append(abs(given[token].logprob - expected[position, token].item()))
         reference.train(was_training)
         return max(differences), sum(differences) / len(differences)
 
-    # ------------------------------------------------------------------- what a publisher asks of a `ServerClient`
+    # ---------------------------------------------------- what a publisher asks of a `ServerClient`
 
     def info(self) -> ServerInfo:
         worker, model = self._worker("describe"), self.llm.model_config
@@ -97,7 +108,9 @@ class Engine:
         )
 
     def attach(self, specs: list[ParameterSpec]) -> Attachment:
-        return Attachment.model_validate(self._worker("attach", [spec.model_dump() for spec in specs]))
+        return Attachment.model_validate(
+            self._worker("attach", [spec.model_dump() for spec in specs])
+        )
 
     def open_channel(self, specification: dict) -> None:
         self._worker("open_channel", specification)
@@ -122,7 +135,9 @@ class Engine:
         if seen["moved"]:
             self.trace(*self.traced)
         sums = self.assembly.sum([self._worker("fingerprints", of, None)])
-        return FingerprintsReply(policy_version=self.policy_version, fingerprints=sums, changed=seen["changed"])
+        return FingerprintsReply(
+            policy_version=self.policy_version, fingerprints=sums, changed=seen["changed"]
+        )
 
     def cached_tokens(self, prompt_ids: list[int]) -> int:
         """Prefixes are not cached here."""
@@ -141,7 +156,10 @@ class Engine:
         )
         (output,) = self.llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
         return [
-            (list(row.token_ids), [entry[token].logprob for token, entry in zip(row.token_ids, row.logprobs)])
+            (
+                list(row.token_ids),
+                [entry[token].logprob for token, entry in zip(row.token_ids, row.logprobs)],
+            )
             for row in output.outputs
         ]
 

@@ -1,7 +1,9 @@
-"""Faults in the middle of a publish: where they hit, what they do to which process, and what clients see meanwhile.
+"""Faults in the middle of a publish: where they hit, what they do to which process, and what
+clients see meanwhile.
 
-A point of a publish is "in /ROUTE" (while the server has that call), "after /ROUTE" (it has answered), "step" (the
-optimizer writes), "sending" (no byte of the weights has been sent) or "sending on" (one of two messages has).
+A point of a publish is "in /ROUTE" (while the server has that call), "after /ROUTE" (it has
+answered), "step" (the optimizer writes), "sending" (no byte of the weights has been sent) or
+"sending on" (one of two messages has).
 """
 
 import multiprocessing
@@ -27,7 +29,7 @@ from tests.weights.live import MODES, Weights, disturb, publish, snapshot
 from tests.weights.watched import Sampled, sample, score
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import ServerError
-from trl_atropos.server_client import ServerClient, Servers
+from trl_atropos.server_client import Reply, ServerClient, Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 SETUP_TIMEOUT = 60.0  # seconds: of all calls before the fault, on a machine that may be busy
@@ -41,7 +43,7 @@ HAS_ADAPTER = {mode.transfer: mode.lora for mode in MODES.values()}  # by the na
 Act = Callable[[], None]
 
 
-# ---------------------------------------------------------------------------------------------- a trainer with a point
+# --------------------------------------------------------------------------- a trainer with a point
 
 
 class PointClient(ServerClient):
@@ -50,7 +52,7 @@ class PointClient(ServerClient):
     when, route = "", ""
     act: Act
 
-    def _send(self, method: str, path: str, *rest: Any, **options: Any) -> requests.Response:
+    def _send(self, method: str, path: str, *rest: Any, **options: Any) -> Reply:
         here = bool(self.route) and path.endswith(self.route)
         if here and self.when == "in":
             self._once()
@@ -84,7 +86,8 @@ def make_trainer(server: Server, mode: str, recording: str, folder: Path) -> Atr
 
 
 def publish_first(trainer: AtroposGRPOTrainer) -> Weights:
-    """Publishes `FIRST_VERSION`, and returns it: for a full model its own weights, else an adapter that does much."""
+    """Publishes `FIRST_VERSION`, and returns it: for a full model its own weights, else an adapter
+    that does much."""
     publisher = trainer.policy_publisher
     publisher.hold()
     publisher._steps = FIRST_VERSION - 1
@@ -114,7 +117,7 @@ def publish_next(trainer: AtroposGRPOTrainer, point: str, act: Act) -> None:
     publisher.before_backward()
 
 
-# -------------------------------------------------------------------------------------------- the server's processes
+# --------------------------------------------------------------------------- the server's processes
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,14 @@ class Processes:
         return cls(server.api, server.engine)
 
     def do(self, way: str, during: bool) -> None:
-        """Kills or freezes, as `way` says. `during`: a kill comes while the call that follows is under way."""
+        """Kills or freezes, as `way` says. `during`: a kill comes while the call that follows is
+        under way."""
         kind, _, who = way.partition(" ")
-        targets = [self.api, self.engine] if who == "both" else [{"api": self.api, "engine": self.engine}[who]]
+        targets = (
+            [self.api, self.engine]
+            if who == "both"
+            else [{"api": self.api, "engine": self.engine}[who]]
+        )
         if kind == "freeze":
             for target in targets:
                 target.suspend()
@@ -167,12 +175,18 @@ def settle(server: Server, seconds: float) -> str:
     raise AssertionError(f"after {seconds:.0f} s the server neither serves nor is gone")
 
 
-# ----------------------------------------------------------------------------------------------------- what is sampled
+# ---------------------------------------------------------------------------------- what is sampled
 
 
 def complete(server: Server, prompt: list[int], num_tokens: int) -> Sampled:
     """The same as `sample`, by vLLM's own route."""
-    body = {"model": "any", "prompt": prompt, "max_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
+    body = {
+        "model": "any",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
     body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
     reply = requests.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, f"HTTP {reply.status_code}: {reply.text}"
@@ -182,7 +196,8 @@ def complete(server: Server, prompt: list[int], num_tokens: int) -> Sampled:
 
 
 def errors(model: torch.nn.Module, samples: list[Sampled], *versions: Weights) -> float:
-    """Nats: largest difference between a sampled log-probability and that of the nearest of some versions."""
+    """Nats: largest difference between a sampled log-probability and that of the nearest of some
+    versions."""
     if not samples:
         return 0.0
     sampled = torch.cat([one.logprobs for one in samples])
@@ -207,7 +222,9 @@ class Samplers:
 
     def __enter__(self) -> "Samplers":
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(route,)) for route in (sample, complete)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(route,)) for route in (sample, complete)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -235,15 +252,17 @@ class Samplers:
                 time.sleep(0.05)
 
 
-# -------------------------------------------------------------------------------------------- a trainer to be killed
+# --------------------------------------------------------------------------- a trainer to be killed
 
-context = multiprocessing.get_context("forkserver")  # torch and the rest are imported once for all of them
+# torch and the rest are imported once for all of them
+context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
 
 
 @dataclass
 class TrainerProcess:
-    """A trainer in a process of its own that has published `FIRST_VERSION`, and waits to be told to go on."""
+    """A trainer in a process of its own that has published `FIRST_VERSION`, and waits to be told to
+    go on."""
 
     process: multiprocessing.process.BaseProcess
     pipe: Any
@@ -252,7 +271,9 @@ class TrainerProcess:
     def reach(self, point: str) -> None:
         """Lets it publish the next version up to its point, where it waits again."""
         self.pipe.send("go on")
-        assert self.pipe.poll(60) and self.pipe.recv() == point, f"the trainer does not come to {point!r}"
+        assert self.pipe.poll(60) and self.pipe.recv() == point, (
+            f"the trainer does not come to {point!r}"
+        )
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -267,10 +288,23 @@ class TrainerProcess:
 
 @contextmanager
 def trainer_at(
-    server: Server, mode: str, point: str, recording: str, folder: Path, timeout: float = SETUP_TIMEOUT
+    server: Server,
+    mode: str,
+    point: str,
+    recording: str,
+    folder: Path,
+    timeout: float = SETUP_TIMEOUT,
 ) -> Iterator[TrainerProcess]:
     here, there = context.Pipe()
-    arguments = (there, replace(server, api=None, log=None), mode, point, recording, folder, timeout)
+    arguments = (
+        there,
+        replace(server, api=None, log=None),
+        mode,
+        point,
+        recording,
+        folder,
+        timeout,
+    )
     process = context.Process(target=_train, args=arguments, daemon=True)
     process.start()
     there.close()
@@ -282,7 +316,9 @@ def trainer_at(
         process.join(10)
 
 
-def _train(pipe: Any, server: Server, mode: str, point: str, recording: str, folder: Path, timeout: float) -> None:
+def _train(
+    pipe: Any, server: Server, mode: str, point: str, recording: str, folder: Path, timeout: float
+) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(server, mode, recording, folder)

@@ -18,25 +18,41 @@ from tests.server_process import Server
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.server_client import Servers
-from trl_atropos.weights.publisher import ServerPublisher, transfer_of
+from trl_atropos.weights.publisher import Phase, ServerPublisher, transfer_of
 
 PUBLISH_TIMEOUT = 60.0  # seconds
 CUDA = torch.cuda.is_available()
-# Of servers of small models that start beside others: vLLM cannot measure what others use meanwhile.
-GPU_FLAGS = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.1", "--enforce-eager")
-# NCCL refuses two processes on one device unless it takes them for two machines; then it goes through sockets, which
-# is slow and proves the same.
-TWO_MACHINES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+# Of servers of small models that start beside others: vLLM cannot measure what others use
+# meanwhile.
+GPU_FLAGS = (
+    "--kv-cache-memory-bytes",
+    str(1 << 30),
+    "--gpu-memory-utilization",
+    "0.1",
+    "--enforce-eager",
+)
+# NCCL refuses two processes on one device unless it takes them for two machines; then it goes
+# through sockets, which is slow and proves the same.
+TWO_MACHINES = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+}
 
 
 def all_gpus() -> int:
-    """How many this machine has, also those that `CUDA_VISIBLE_DEVICES` hides from a trainer here."""
-    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True).stdout.splitlines())
+    """How many this machine has, also those that `CUDA_VISIBLE_DEVICES` hides from a trainer
+    here."""
+    return len(
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True).stdout.splitlines()
+    )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """`flags` are the server's. `transfer` is the class that must move the weights: no mode may fall back unseen."""
+    """`flags` are the server's. `transfer` is the class that must move the weights: no mode may
+    fall back unseen."""
 
     vllm_mode: str
     transfer: str
@@ -73,30 +89,37 @@ class Live:
     recording: str  # path of recorded rollouts
     folder: Path
 
-    def publisher(self, kind: type[ServerPublisher] = ServerPublisher, **settings: Any) -> ServerPublisher:
+    def publisher(
+        self, kind: type[ServerPublisher] = ServerPublisher, **settings: Any
+    ) -> ServerPublisher:
         servers = Servers([self.server.url], PUBLISH_TIMEOUT, self.server.token)
         transfer = transfer_of(self.mode.vllm_mode, servers, self.mode.transport, str(self.folder))
         return kind(transfer, **{"sync_every_n_steps": self.mode.sync_every_n_steps} | settings)
 
     @contextmanager
     def trainer(self, publisher: ServerPublisher, **settings: Any) -> Iterator[AtroposGRPOTrainer]:
-        """A trainer on the recorded rollouts. At the end the server gets back the weights that it started with."""
+        """A trainer on the recorded rollouts. At the end the server gets back the weights that it
+        started with."""
         trainer = trainers.make_trainer(
             publisher,
             self.recording,
             self.server.model,
             self.folder,
             mode=self.mode.vllm_mode,
-            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if self.mode.lora else None,
+            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+            if self.mode.lora
+            else None,
             **settings,
         )
         assert type(publisher.transfer).__name__ == self.mode.transfer
-        if self.mode.transfer == "FullWeights":  # written straight into the server's memory, or sent
+        # written straight into the server's memory, or sent
+        if self.mode.transfer == "FullWeights":
             assert publisher.transfer.in_place == (self.mode.transport == "memory")
         original = snapshot(trainer.model)
         try:
             yield trainer
-            if self.mode.transfer in ("Colocate", "FullWeights"):  # the others never touch what a trainer attaches to
+            # the others never touch what a trainer attaches to
+            if self.mode.transfer in ("Colocate", "FullWeights"):
                 transfer, version = publisher.transfer, publisher.policy_version
                 publisher.servers.hold_leases()
                 transfer.pause().result()
@@ -116,13 +139,15 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
         publisher._steps += 1
 
     publisher._publish(counted)
-    if publisher._resuming is not None:
-        publisher._resuming.result()
+    if publisher._phase is Phase.RESUMING:
+        publisher._call.result()
 
 
-def assert_proven(publisher: ServerPublisher, publishes: int, left_out: tuple[str, ...] = ()) -> None:
-    """So many publishes were compared bit for bit, each parameter in each, and only `left_out` was not. On ranks
-    with servers."""
+def assert_proven(
+    publisher: ServerPublisher, publishes: int, left_out: tuple[str, ...] = ()
+) -> None:
+    """So many publishes were compared bit for bit, each parameter in each, and only `left_out` was
+    not. On ranks with servers."""
     proof = publisher._proof
     for subject in proof.subjects:
         assert proof._compared[subject.of] == min(publishes, subject.times or publishes)

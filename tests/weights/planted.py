@@ -2,8 +2,8 @@
 
 python -m tests.weights.planted FAMILY DTYPE
 
-Plants each fault in one engine of this process, as our server starts it, and prints by name what stopped the run, as
-JSON. `test_planted.py` runs it.
+Plants each fault in one engine of this process, as our server starts it, and prints by name what
+stopped the run, as JSON. `test_planted.py` runs it.
 """
 
 import json
@@ -17,7 +17,8 @@ from tests.weights.architectures import ENVIRONMENT, FAMILIES, make_model, recor
 
 HEALTHY = 6  # publishes without a fault
 REPLACED = "model.layers.0.mlp.down_proj.weight"
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"  # a parameter in vLLM, a buffer in Transformers
+# a parameter in vLLM, a buffer in Transformers
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 Undo = Callable[[], object]
 
@@ -58,15 +59,19 @@ def shift_rotary_table(model) -> Undo:
 
 
 def scale_hidden_states(model) -> Undo:
-    """As a kernel would that computes something else: no weight, number or table of the model shows it."""
-    hook = model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda *given: 300 * given[-1])
+    """As a kernel would that computes something else: no weight, number or table of the model shows
+    it."""
+    hook = model.get_submodule("model.layers.0.mlp").register_forward_hook(
+        lambda *given: 300 * given[-1]
+    )
     return hook.remove
 
 
 FAULTS = {
     "Qwen3": {
-        # The weights are compared as training begins, and after that only where a probe is beyond its tolerance.
-        # This mode comes first: it asks for a server with the weights of the checkpoint.
+        # The weights are compared as training begins, and after that only where a probe is beyond
+        # its tolerance. This mode comes first: it asks for a server with the weights of the
+        # checkpoint.
         "colocate": {"a parameter is replaced": replace_and_scale},
         "server": {
             "a parameter is replaced": replace_parameter,
@@ -88,7 +93,10 @@ def main(family: str, dtype: str) -> None:
         make_model(FAMILIES[family], folder / "model", dtype)
         engine = Engine(folder / "model", dtype)
         recording = record(folder / "rollouts.jsonl")
-        found = {mode: stopped(engine, mode, faults, folder, recording) for mode, faults in FAULTS[family].items()}
+        found = {
+            mode: stopped(engine, mode, faults, folder, recording)
+            for mode, faults in FAULTS[family].items()
+        }
     print("found " + json.dumps(found))
 
 
@@ -105,8 +113,14 @@ def stopped(engine, mode: str, faults: dict, folder: Path, recording: str) -> di
     transfer = transfer_of(mode, Servers([engine.url], 60, client=engine), "auto", str(folder))
     publisher = ServerPublisher(transfer, probe_every_n_steps=1)
     with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
-        init = {"model_init_kwargs": {"dtype": str(engine.llm.model_config.dtype).removeprefix("torch.")}}
-        trainer = make_trainer(publisher, recording, str(folder / "model"), folder / mode, mode, **init)
+        init = {
+            "model_init_kwargs": {
+                "dtype": str(engine.llm.model_config.dtype).removeprefix("torch.")
+            }
+        }
+        trainer = make_trainer(
+            publisher, recording, str(folder / "model"), folder / mode, mode, **init
+        )
 
         def publish_next() -> str:
             try:

@@ -1,5 +1,5 @@
-"""Adapters of PEFT: what can be trained and reaches the servers does, everything else is refused in a sentence; and a
-checkpoint brings back every adapter by its name."""
+"""Adapters of PEFT: what can be trained and reaches the servers does, everything else is refused in
+a sentence; and a checkpoint brings back every adapter by its name."""
 
 import json
 import shutil
@@ -42,7 +42,9 @@ EVERYWHERE = {None, *ALL}
 CONFIGS: dict[str, tuple[Callable[[], PeftConfig], set, str]] = {
     "LoRA": (lambda: LoraConfig(**QV), set(), ""),
     "rsLoRA with patterns": (
-        lambda: LoraConfig(**QV, use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 3}),
+        lambda: LoraConfig(
+            **QV, use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 3}
+        ),
         set(),
         "",
     ),
@@ -58,32 +60,72 @@ CONFIGS: dict[str, tuple[Callable[[], PeftConfig], set, str]] = {
     "a bias in B": (lambda: LoraConfig(**QV, lora_bias=True), ALONE, "lora_bias"),
     "all biases": (lambda: LoraConfig(**QV, bias="all"), ALONE, "bias"),
     "biases of its layers": (lambda: LoraConfig(**QV, bias="lora_only"), ALONE, "bias"),
-    "whole modules": (lambda: LoraConfig(**QV, modules_to_save=["norm", "embed_tokens"]), ALONE, "modules_to_save"),
+    "whole modules": (
+        lambda: LoraConfig(**QV, modules_to_save=["norm", "embed_tokens"]),
+        ALONE,
+        "modules_to_save",
+    ),
     "PiSSA": (lambda: LoraConfig(**QV, init_lora_weights="pissa"), ALONE, "init_lora_weights"),
-    "fast PiSSA": (lambda: LoraConfig(**QV, init_lora_weights="pissa_niter_4"), ALONE, "init_lora_weights"),
+    "fast PiSSA": (
+        lambda: LoraConfig(**QV, init_lora_weights="pissa_niter_4"),
+        ALONE,
+        "init_lora_weights",
+    ),
     "OLoRA": (lambda: LoraConfig(**QV, init_lora_weights="olora"), ALONE, "init_lora_weights"),
     "KaSA": (lambda: LoraConfig(**QV, kasa_config=KasaConfig()), ALONE, "kasa_config"),
     "QALoRA": (lambda: LoraConfig(**QV, use_qalora=True), ALONE, "use_qalora"),
     "BD-LoRA": (
         lambda: LoraConfig(
             **QV,
-            use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["v_proj"], nblocks=2),
+            use_bdlora=BdLoraConfig(
+                target_modules_bd_a=["q_proj"], target_modules_bd_b=["v_proj"], nblocks=2
+            ),
         ),
         ALONE,
         "use_bdlora",
     ),
-    "single tokens": (lambda: LoraConfig(**QV, trainable_token_indices=[1, 65]), ALL, "trainable_token_indices"),
-    "aLoRA": (lambda: LoraConfig(**QV, alora_invocation_tokens=[1, 2]), EVERYWHERE, "alora_invocation_tokens"),
-    "repeated layers": (lambda: LoraConfig(**QV, layer_replication=[(0, 2), (1, 2)]), EVERYWHERE, "layer_replication"),
-    "MonteCLoRA": (lambda: LoraConfig(**QV, monteclora_config=MontecloraConfig()), EVERYWHERE, "monteclora_config"),
-    "the head": (lambda: LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), EVERYWHERE, "target_modules"),
-    "Megatron's layers": (lambda: LoraConfig(**QV, megatron_config={"a": 1}), EVERYWHERE, "megatron_config"),
+    "single tokens": (
+        lambda: LoraConfig(**QV, trainable_token_indices=[1, 65]),
+        ALL,
+        "trainable_token_indices",
+    ),
+    "aLoRA": (
+        lambda: LoraConfig(**QV, alora_invocation_tokens=[1, 2]),
+        EVERYWHERE,
+        "alora_invocation_tokens",
+    ),
+    "repeated layers": (
+        lambda: LoraConfig(**QV, layer_replication=[(0, 2), (1, 2)]),
+        EVERYWHERE,
+        "layer_replication",
+    ),
+    "MonteCLoRA": (
+        lambda: LoraConfig(**QV, monteclora_config=MontecloraConfig()),
+        EVERYWHERE,
+        "monteclora_config",
+    ),
+    "the head": (
+        lambda: LoraConfig(r=2, target_modules=["q_proj", "lm_head"]),
+        EVERYWHERE,
+        "target_modules",
+    ),
+    "Megatron's layers": (
+        lambda: LoraConfig(**QV, megatron_config={"a": 1}),
+        EVERYWHERE,
+        "megatron_config",
+    ),
     "IA3": (
-        lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        lambda: IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+        ),
         ALL,
         "type IA3",
     ),
-    "tokens alone": (lambda: TrainableTokensConfig(token_indices=[1, 65]), ALL, "type TRAINABLE_TOKENS"),
+    "tokens alone": (
+        lambda: TrainableTokensConfig(token_indices=[1, 65]),
+        ALL,
+        "type TRAINABLE_TOKENS",
+    ),
     "a prompt": (
         lambda: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
         ALL,
@@ -109,9 +151,17 @@ def test_config_is_refused_in_the_ways_that_it_cannot_go_and_in_no_other(name, w
 def small_model() -> Qwen3ForCausalLM:
     """With biases below the adapters, and embeddings that are not tied."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3Config(**sizes, **heads, attention_bias=True, tie_word_embeddings=False, initializer_range=0.2)
+    config = Qwen3Config(
+        **sizes, **heads, attention_bias=True, tie_word_embeddings=False, initializer_range=0.2
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -143,10 +193,12 @@ def test_bias_that_no_layer_could_take_is_refused_where_it_is_merged(tiny_model)
     adapters.require_served(model, None)
 
 
-# ---------------------------------------------------------------------------------------------- models from Python
+# ------------------------------------------------------------------------------- models from Python
 
 
-@pytest.mark.parametrize("name", [name for name, (_, refused, _) in CONFIGS.items() if None not in refused])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, refused, _) in CONFIGS.items() if None not in refused]
+)
 def test_model_of_an_adapter_that_can_be_trained_is_ready(name):
     model = get_peft_model(small_model(), CONFIGS[name][0](), adapter_name="mine")
     adapters.require_trainable(model, 0.0)
@@ -158,7 +210,9 @@ def test_model_of_an_adapter_that_can_be_trained_is_ready(name):
 @pytest.fixture(scope="module")
 def recording(tiny_model, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("recorded")
-    return record(folder / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(6)))
+    return record(
+        folder / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(6))
+    )
 
 
 def base_of(tiny_model: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
@@ -170,7 +224,9 @@ def adapter(tiny_model, tmp_path_factory) -> str:
     """A trained adapter on disk: neither A nor B is 0."""
     folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(3)
-    get_peft_model(base_of(tiny_model), LoraConfig(**QV, init_lora_weights=False)).save_pretrained(folder)
+    get_peft_model(base_of(tiny_model), LoraConfig(**QV, init_lora_weights=False)).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -178,16 +234,27 @@ def adapter(tiny_model, tmp_path_factory) -> str:
 def run(recording):
     """Makes a trainer of up to 4 steps of a model, with a checkpoint after every step."""
 
-    def make(model: Any, folder: Path, peft_config=None, optimizers=(None, None), **settings) -> AtroposGRPOTrainer:
-        usual = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "replay_paths": [recording]}
+    def make(
+        model: Any, folder: Path, peft_config=None, optimizers=(None, None), **settings
+    ) -> AtroposGRPOTrainer:
+        usual = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "replay_paths": [recording],
+        }
         config = AtroposGRPOConfig(**arguments(folder, **(usual | settings)))
-        return AtroposGRPOTrainer(model, args=config, peft_config=peft_config, optimizers=optimizers)
+        return AtroposGRPOTrainer(
+            model, args=config, peft_config=peft_config, optimizers=optimizers
+        )
 
     return make
 
 
 def trainable(tiny_model, adapter, dtype=torch.float32, **options) -> PeftModel:
-    return PeftModel.from_pretrained(base_of(tiny_model, dtype), adapter, is_trainable=True, **options)
+    return PeftModel.from_pretrained(
+        base_of(tiny_model, dtype), adapter, is_trainable=True, **options
+    )
 
 
 def untied_of(tiny_model: Path) -> Qwen3ForCausalLM:
@@ -242,7 +309,12 @@ NOT_READY = {
         "Nothing of the adapter 'default' is trainable",
         "is_trainable=True",
     ),
-    "two active": (two_active, 0.0, r"2 adapters are active \(default, second\)", "model.set_adapter"),
+    "two active": (
+        two_active,
+        0.0,
+        r"2 adapters are active \(default, second\)",
+        "model.set_adapter",
+    ),
     "the other one trainable": (
         second_trainable,
         0.0,
@@ -261,8 +333,18 @@ NOT_READY = {
         r"1 parameters outside of the adapter are trainable \(first: '.*embed_tokens\.weight'\), and PEFT does not",
         "`modules_to_save`",
     ),
-    "a reference of its own": (with_reference, 0.1, "`ref`, and the model has another one", "delete_adapter"),
-    "added by Transformers": (injected, 0.0, "has layers of an adapter, but is no `PeftModel`", "`peft_config`"),
+    "a reference of its own": (
+        with_reference,
+        0.1,
+        "`ref`, and the model has another one",
+        "delete_adapter",
+    ),
+    "added by Transformers": (
+        injected,
+        0.0,
+        "has layers of an adapter, but is no `PeftModel`",
+        "`peft_config`",
+    ),
     "the name of its folder": (
         lambda m, a: a,
         0.0,
@@ -310,7 +392,11 @@ def in_vain(parameters) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize(
     "held",
-    [lambda parameters: parameters[1:], in_vain, lambda parameters: [*parameters, *in_vain(parameters[:1])]],
+    [
+        lambda parameters: parameters[1:],
+        in_vain,
+        lambda parameters: [*parameters, *in_vain(parameters[:1])],
+    ],
     ids=["one lacking", "copies", "one too many"],
 )
 def test_optimizer_of_other_parameters_is_refused(tiny_model, adapter, run, tmp_path, held):
@@ -318,7 +404,9 @@ def test_optimizer_of_other_parameters_is_refused(tiny_model, adapter, run, tmp_
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(held(own))
     trainer = run(model, tmp_path, optimizers=(optimizer, None))
-    with pytest.raises(RecipeError, match="must hold exactly the 8 trainable parameters of the model"):
+    with pytest.raises(
+        RecipeError, match="must hold exactly the 8 trainable parameters of the model"
+    ):
         trainer.train()
 
 
@@ -332,8 +420,14 @@ COMES = {
     "from_pretrained": lambda m, a: (trainable(m, a), None),
     "another name": lambda m, a: (trainable(m, a, adapter_name="policy"), None),
     "a second one, frozen": lambda m, a: (with_reference(m, a), None),
-    "on the embedding": lambda m, a: (str(m), LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])),
-    "on single tokens": lambda m, a: (untied_of(m), LoraConfig(**QV, trainable_token_indices=[1, 65])),
+    "on the embedding": lambda m, a: (
+        str(m),
+        LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    ),
+    "on single tokens": lambda m, a: (
+        untied_of(m),
+        LoraConfig(**QV, trainable_token_indices=[1, 65]),
+    ),
     "IA3": lambda m, a: (str(m), CONFIGS["IA3"][0]()),
 }
 
@@ -354,18 +448,22 @@ def test_adapter_is_trained_alone_and_resumed_bit_for_bit(tiny_model, adapter, r
     assert all(torch.equal(value, after[key]) for key, value in tensors(resumed.model).items())
 
 
-# ------------------------------------------------------------------------------------------- resume with a reference
+# -------------------------------------------------------------------------- resume with a reference
 
 
 def policy_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The trained adapter in a checkpoint, as safetensors has it, by the names of the model's parameters."""
+    """The trained adapter in a checkpoint, as safetensors has it, by the names of the model's
+    parameters."""
     saved = load_file(checkpoint / "adapter_model.safetensors")
     return {name.replace(".weight", ".default.weight"): value for name, value in saved.items()}
 
 
 def is_in(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> bool:
     parameters = tensors(model)
-    return all(torch.equal(parameters[name], value.to(parameters[name].dtype)) for name, value in expected.items())
+    return all(
+        torch.equal(parameters[name], value.to(parameters[name].dtype))
+        for name, value in expected.items()
+    )
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -387,25 +485,33 @@ def test_resume_with_a_reference_has_the_policy_and_the_reference_of_the_files(
     trainer._load_from_checkpoint(str(folder / "checkpoint-2"))
     assert len(trained) == 8 and is_in(trainer.model, trained)
     reference = load_file(folder / "checkpoint-2" / "ref" / "adapter_model.safetensors")
-    assert is_in(trainer.model, {name.replace(".weight", ".ref.weight"): value for name, value in reference.items()})
+    assert is_in(
+        trainer.model,
+        {name.replace(".weight", ".ref.weight"): value for name, value in reference.items()},
+    )
     assert all(
         torch.equal(value, reference[name])
         for name, value in load_file(f"{adapter}/adapter_model.safetensors").items()
     )
     now = dict(trainer.model.named_parameters())
-    assert all(now[name] is parameter for name, parameter in parameters.items())  # which optimizer and servers know
+    # which optimizer and servers know
+    assert all(now[name] is parameter for name, parameter in parameters.items())
     assert {now[name].dtype for name in trained} == {dtype}
     assert {name for name, one in now.items() if one.requires_grad} == trained.keys()
 
 
-def test_resumed_run_with_a_reference_ends_as_the_run_that_went_on(referenced, tiny_model, adapter, run, tmp_path):
+def test_resumed_run_with_a_reference_ends_as_the_run_that_went_on(
+    referenced, tiny_model, adapter, run, tmp_path
+):
     folder, dtype = referenced
     resumed = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert is_in(resumed.model, policy_in(folder / "checkpoint-3"))
 
 
-def test_best_model_of_a_run_with_a_reference_is_the_one_in_the_file(referenced, tiny_model, adapter, run, tmp_path):
+def test_best_model_of_a_run_with_a_reference_is_the_one_in_the_file(
+    referenced, tiny_model, adapter, run, tmp_path
+):
     folder, dtype = referenced
     trainer = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -420,11 +526,31 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[Path], PeftModel | str], dict[str, Any], str]] = {
-    "other target modules": ({"target_modules": ["q_proj"]}, {}, "has tensors for the adapter 'default' that"),
-    "further target modules": ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, {}, "lacks tensors of the adapter"),
-    "another rank": ({"r": 4}, {}, r"'default' in other shapes: .* \(\[2, 32\] there, \[4, 32\] here\)"),
-    "another alpha": ({"lora_alpha": 16}, {}, "saved with `lora_alpha: 8`, and this run has `lora_alpha: 16`"),
-    "another scaling": ({"use_rslora": True}, {}, "saved with `use_rslora: False`, and this run has `use_rslora: Tr"),
+    "other target modules": (
+        {"target_modules": ["q_proj"]},
+        {},
+        "has tensors for the adapter 'default' that",
+    ),
+    "further target modules": (
+        {"target_modules": ["q_proj", "v_proj", "k_proj"]},
+        {},
+        "lacks tensors of the adapter",
+    ),
+    "another rank": (
+        {"r": 4},
+        {},
+        r"'default' in other shapes: .* \(\[2, 32\] there, \[4, 32\] here\)",
+    ),
+    "another alpha": (
+        {"lora_alpha": 16},
+        {},
+        "saved with `lora_alpha: 8`, and this run has `lora_alpha: 16`",
+    ),
+    "another scaling": (
+        {"use_rslora": True},
+        {},
+        "saved with `use_rslora: False`, and this run has `use_rslora: Tr",
+    ),
 }
 
 
@@ -443,7 +569,9 @@ def test_adapter_of_other_settings_than_saved_is_refused_and_nothing_is_written(
 def test_adapter_that_a_checkpoint_lacks_is_named(referenced, tiny_model, adapter, run, tmp_path):
     checkpoint = shutil.copytree(referenced[0] / "checkpoint-2", tmp_path / "checkpoint-2")
     trainer = run(trainable(tiny_model, adapter, adapter_name="policy"), tmp_path)
-    with pytest.raises(CheckpointError, match=r"lacks the adapter 'policy' .* \(seen: .*: default, ref\)"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks the adapter 'policy' .* \(seen: .*: default, ref\)"
+    ):
         trainer._load_from_checkpoint(str(checkpoint))
     shutil.rmtree(checkpoint / "ref")
     trainer = run(trainable(tiny_model, adapter, referenced[1]), tmp_path, beta=0.1)
@@ -451,7 +579,9 @@ def test_adapter_that_a_checkpoint_lacks_is_named(referenced, tiny_model, adapte
         trainer._load_from_checkpoint(str(checkpoint))
 
 
-def test_missing_file_of_the_optimizer_is_named_beside_a_reference_too(referenced, tiny_model, adapter, run, tmp_path):
+def test_missing_file_of_the_optimizer_is_named_beside_a_reference_too(
+    referenced, tiny_model, adapter, run, tmp_path
+):
     checkpoint = shutil.copytree(referenced[0] / "checkpoint-2", tmp_path / "checkpoint-2")
     (checkpoint / "optimizer.pt").unlink()
     trainer = run(trainable(tiny_model, adapter, referenced[1]), tmp_path, beta=0.1)
@@ -465,25 +595,46 @@ def test_reference_is_a_copy_of_the_whole_adapter(tiny_model, run, tmp_path):
     parameters = tensors(trainer.model)
     of_policy = {name: value for name, value in parameters.items() if ".default" in name}
     assert any("lora_embedding_A" in name for name in of_policy)
-    assert all(torch.equal(value, parameters[name.replace(".default", ".ref")]) for name, value in of_policy.items())
+    assert all(
+        torch.equal(value, parameters[name.replace(".default", ".ref")])
+        for name, value in of_policy.items()
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- sharded
+# ------------------------------------------------------------------------------------------ sharded
 
 
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("kind", [pytest.param("zero2", marks=pytest.mark.full), "zero3", "fsdp2"])
-def test_sharded_resume_with_a_reference_has_the_policy_of_the_file(kind, tiny_model, adapter, recording, tmp_path):
-    launch(kind, 2, "tests.weights.test_adapters", kind, str(tiny_model), adapter, recording, str(tmp_path))
+def test_sharded_resume_with_a_reference_has_the_policy_of_the_file(
+    kind, tiny_model, adapter, recording, tmp_path
+):
+    launch(
+        kind,
+        2,
+        "tests.weights.test_adapters",
+        kind,
+        str(tiny_model),
+        adapter,
+        recording,
+        str(tmp_path),
+    )
 
 
 def main(kind: str, tiny_model: str, adapter: str, recording: str, folder: str) -> None:
     """One of the processes of `test_sharded_resume_with_a_reference_has_the_policy_of_the_file`."""
 
     def build(output: str) -> AtroposGRPOTrainer:
-        settings = arguments(Path(folder, output), max_steps=2, save_strategy="steps", save_steps=1, beta=0.1)
-        settings |= sharding_arguments(kind) | {"per_device_train_batch_size": 4, "replay_paths": [recording]}
-        return AtroposGRPOTrainer(trainable(Path(tiny_model), adapter), args=AtroposGRPOConfig(**settings))
+        settings = arguments(
+            Path(folder, output), max_steps=2, save_strategy="steps", save_steps=1, beta=0.1
+        )
+        settings |= sharding_arguments(kind) | {
+            "per_device_train_batch_size": 4,
+            "replay_paths": [recording],
+        }
+        return AtroposGRPOTrainer(
+            trainable(Path(tiny_model), adapter), args=AtroposGRPOConfig(**settings)
+        )
 
     build("first").train()
     forget_sharding()
@@ -502,5 +653,7 @@ def main(kind: str, tiny_model: str, adapter: str, recording: str, folder: str) 
     assert held.keys() == saved.keys()
     assert all(torch.equal(value, saved[name].to(value.dtype)) for name, value in held.items())
     assert any(not torch.equal(value, begun[name]) for name, value in saved.items())
-    with pytest.raises(CheckpointError, match="tensors of the adapter 'default' are not those of its file"):
+    with pytest.raises(
+        CheckpointError, match="tensors of the adapter 'default' are not those of its file"
+    ):
         require_adapter_loaded(trainer.model, trainer.accelerator, adapter)

@@ -1,4 +1,5 @@
-"""Attaching needs no table of architectures: every family is shared, copied or refused by what vLLM's loader does."""
+"""Attaching needs no table of architectures: every family is shared, copied or refused by what
+vLLM's loader does."""
 
 import json
 import os
@@ -21,19 +22,46 @@ from trl_atropos.weights.colocate import check_dtype
 pytestmark = pytest.mark.slow
 
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
-DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
-    *("Gemma 2", "GPT-2", "GPT-NeoX", "Mixtral", "Falcon", "GPT-OSS", "Mamba 2", "GLM-4-MoE", "dots.llm1"),
+# in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
+DIFFERENT = (
+    *(
+        "Gemma 2",
+        "GPT-2",
+        "GPT-NeoX",
+        "Mixtral",
+        "Falcon",
+        "GPT-OSS",
+        "Mamba 2",
+        "GLM-4-MoE",
+        "dots.llm1",
+    ),
 )
-CHECKED = RUNNING if os.environ.get("TRL_ATROPOS_FULL") == "1" else [name for name in RUNNING if name in DIFFERENT]
+CHECKED = (
+    RUNNING
+    if os.environ.get("TRL_ATROPOS_FULL") == "1"
+    else [name for name in RUNNING if name in DIFFERENT]
+)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[tuple[str, str], Row]:
-    """Found by the command that makes the table: its processes fork from one that nothing else uses."""
+    """Found by the command that makes the table: its processes fork from one that nothing else
+    uses."""
     path = tmp_path_factory.mktemp("architectures") / "rows.jsonl"
     for families, dtype in ((CHECKED, "float32"), (["GLM-4-MoE"], "bfloat16")):
-        command = [sys.executable, "-m", "tests.weights.architectures", *families, "--dtypes", dtype, "--rows", path]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.weights.architectures",
+            *families,
+            "--dtypes",
+            dtype,
+            "--rows",
+            path,
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     return read_rows(path)
 
@@ -46,7 +74,9 @@ def test_the_family_computes_with_the_trainers_weights(found, name):
     assert bool(modes["colocate"].why) == (modes["colocate"].how == "copied")
 
 
-def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_the_reason_said(found):
+def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_the_reason_said(
+    found,
+):
     modes = found["GLM-4-MoE", "bfloat16"].modes
     assert (modes["colocate"].how, modes["server"].how) == ("copied", "sent"), modes
     assert "vLLM keeps it as torch.float32, the trainer as torch.bfloat16" in modes["colocate"].why
@@ -58,7 +88,9 @@ def test_a_family_that_keeps_its_routers_in_float32_itself_can_be_attached_in_bf
     dtypes = {parameter.dtype for parameter in model.parameters()}
     assert dtypes == {torch.bfloat16, torch.float32}
     check_dtype(dtypes, "bfloat16")
-    with pytest.raises(AttachError, match=r"is bfloat16, float32, the server.s float16\..*`dtype: float16`"):
+    with pytest.raises(
+        AttachError, match=r"is bfloat16, float32, the server.s float16\..*`dtype: float16`"
+    ):
         check_dtype(dtypes, "float16")
 
 
@@ -66,18 +98,24 @@ GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 TRAINED = {
     "GPT-2": AutoConfig.for_model("gpt2", **GPT2, **NO_DROPOUT),
-    "Qwen3-MoE": AutoConfig.for_model("qwen3_moe", **FAMILIES["Qwen3-MoE"].fields | {"max_position_embeddings": 512}),
+    "Qwen3-MoE": AutoConfig.for_model(
+        "qwen3_moe", **FAMILIES["Qwen3-MoE"].fields | {"max_position_embeddings": 512}
+    ),
 }
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("name", TRAINED)
-def test_transposed_weights_and_experts_are_trained_in_place_and_sent(name, server_model, recording, tmp_path):
+def test_transposed_weights_and_experts_are_trained_in_place_and_sent(
+    name, server_model, recording, tmp_path
+):
     folder = str(tmp_path / "model")
     make_model(TRAINED[name], server_model, folder)
     with running_server(folder, tmp_path / "logs") as server:
         publisher = make_publisher(server, tmp_path)
-        trainer = make_trainer(publisher, recording, folder, tmp_path / "run", max_steps=5, save_strategy="steps")
+        trainer = make_trainer(
+            publisher, recording, folder, tmp_path / "run", max_steps=5, save_strategy="steps"
+        )
         trainer.train()
         weights = snapshot(trainer.model)  # these are the server's, which is trained again now
         sending = make_publisher(server, tmp_path, "server", "gloo")
@@ -86,13 +124,19 @@ def test_transposed_weights_and_experts_are_trained_in_place_and_sent(name, serv
     assert type(publisher.transfer).__name__ == "Colocate"
     assert publisher.policy_version == 5
     assert 0 < publisher.probe_max_abs_diff <= 1e-4
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-5", dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "checkpoint-5", dtype=torch.float32
+    )
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for (place, trained), one, other in zip(weights.items(), saved.parameters(), before.parameters(), strict=True):
+    for (place, trained), one, other in zip(
+        weights.items(), saved.parameters(), before.parameters(), strict=True
+    ):
         assert torch.equal(one, trained.cpu()), place
         assert not torch.equal(one, other), place
     state = json.loads((tmp_path / "run" / "checkpoint-5" / "trainer_state.json").read_text())
-    assert all(float(entry["grad_norm"]) > 0 for entry in state["log_history"] if "grad_norm" in entry)
+    assert all(
+        float(entry["grad_norm"]) > 0 for entry in state["log_history"] if "grad_norm" in entry
+    )
 
 
 def make_model(config: PreTrainedConfig, like: str, folder: str) -> None:

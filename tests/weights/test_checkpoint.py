@@ -42,14 +42,22 @@ def test_every_weight_of_the_family_comes_back_to_where_it_was(name, tmp_path):
         assert torch.equal(value, saved[key]) and value.data_ptr() == places[key], key
 
 
-@pytest.mark.parametrize("name", ["GPT-NeoX", "Mixtral"])  # whose files have other names than their modules
+# whose files have other names than their modules
+@pytest.mark.parametrize("name", ["GPT-NeoX", "Mixtral"])
 def test_a_resumed_run_of_the_family_goes_on_as_if_it_had_not_stopped(name, tiny_model, tmp_path):
     family = FAMILIES[name]
     make_model(family, tmp_path / "model")
-    recording = record(tmp_path / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(4)))
+    recording = record(
+        tmp_path / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(4))
+    )
 
     def trainer(folder: str) -> AtroposGRPOTrainer:
-        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "replay_paths": [recording]}
+        saving = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "replay_paths": [recording],
+        }
         config = AtroposGRPOConfig(**arguments(tmp_path / folder, **saving))
         return AtroposGRPOTrainer(str(tmp_path / "model"), args=config)
 
@@ -57,9 +65,14 @@ def test_a_resumed_run_of_the_family_goes_on_as_if_it_had_not_stopped(name, tiny
     whole.train()
     (checkpoint,) = (tmp_path / "whole").rglob("checkpoint-2")
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    losses = [[(log["loss"], log["grad_norm"]) for log in step_logs(one)[2:]] for one in (whole, resumed)]
+    losses = [
+        [(log["loss"], log["grad_norm"]) for log in step_logs(one)[2:]] for one in (whole, resumed)
+    ]
     assert len(losses[0]) == 2 and losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
@@ -67,7 +80,9 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks weights of the model.*: model\.norm\.weight\. It is"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks weights of the model.*: model\.norm\.weight\. It is"
+    ):
         load_weights(model, str(tmp_path))
 
 
@@ -83,7 +98,8 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
 
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub():
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in no such folder, which is no folder\. Check `resume_from_checkpoint`"
+        CheckpointError,
+        match=r"no checkpoint in no such folder, which is no folder\. Check `resume_from_checkpoint`",
     ):
         require_whole("no such folder")
 
@@ -103,13 +119,15 @@ def test_weights_that_cannot_be_read_are_refused(damage, tmp_path):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-# ----------------------------------------------------------------------------------- torn, of another run, in force
+# ------------------------------------------------------------------- torn, of another run, in force
 
 
 @pytest.fixture(scope="module")
 def recording(tiny_model, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("recorded")
-    return record(folder / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(6)))
+    return record(
+        folder / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(6))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +135,12 @@ def run(tiny_model, recording):
     """Makes a trainer of up to 4 steps in a folder, with a checkpoint after every step."""
 
     def make(folder: Path, peft: bool = False, **settings) -> AtroposGRPOTrainer:
-        usual = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "replay_paths": [recording]}
+        usual = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "replay_paths": [recording],
+        }
         config = AtroposGRPOConfig(**arguments(folder, **(usual | settings)))
         adapter = LoraConfig(r=2, target_modules=["q_proj"]) if peft else None
         return AtroposGRPOTrainer(str(tiny_model), args=config, peft_config=adapter)
@@ -145,11 +168,18 @@ def resume(trainer: AtroposGRPOTrainer, checkpoint: Path) -> AtroposGRPOTrainer:
 
 def test_settings_of_the_optimizer_that_are_given_on_a_resume_are_in_force(run, checkpoint, caplog):
     caplog.set_level(logging.INFO, "trl_atropos")
-    given = {"learning_rate": 5e-4, "weight_decay": 0.25, "adam_beta2": 0.9, "lr_scheduler_type": "linear"}
+    given = {
+        "learning_rate": 5e-4,
+        "weight_decay": 0.25,
+        "adam_beta2": 0.9,
+        "lr_scheduler_type": "linear",
+    }
     trainer = resume(run(checkpoint.parent, max_steps=4, **given), checkpoint)
     rates = [log["learning_rate"] for log in step_logs(trainer)]
     assert rates == pytest.approx([2e-3, 2e-3, 5e-4 * 2 / 4, 5e-4 * 1 / 4])
-    decays, betas = zip(*((group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups))
+    decays, betas = zip(
+        *((group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups)
+    )
     assert decays == (0.25, 0.0) and set(betas) == {(0.9, 0.9)}
     assert "Resuming with learning_rate 0.0005 in place of the checkpoint's 0.002." in caplog.text
 
@@ -157,7 +187,9 @@ def test_settings_of_the_optimizer_that_are_given_on_a_resume_are_in_force(run, 
 def test_a_run_of_16_bits_steps_its_masters_at_the_learning_rate_that_is_given(run, tmp_path):
     settings = {"model_init_kwargs": {"dtype": "bfloat16"}, "lr_scheduler_type": "constant"}
     run(tmp_path, max_steps=1, **settings).train()
-    trainer = resume(run(tmp_path, max_steps=2, learning_rate=5e-4, **settings), tmp_path / "checkpoint-1")
+    trainer = resume(
+        run(tmp_path, max_steps=2, learning_rate=5e-4, **settings), tmp_path / "checkpoint-1"
+    )
     masters = trainer.optimizer.optimizer
     assert isinstance(masters, MasterOptimizer)
     assert {group["lr"] for group in masters.inner.param_groups} == {5e-4}
@@ -175,7 +207,9 @@ def test_how_often_is_logged_and_saved_may_change_on_a_resume(run, checkpoint):
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor"])
 def test_the_state_of_another_optimizer_is_refused(run, checkpoint, optim):
-    with pytest.raises(CheckpointError, match=rf"is not that of `optim: {optim}` .* in place of .* begin anew"):
+    with pytest.raises(
+        CheckpointError, match=rf"is not that of `optim: {optim}` .* in place of .* begin anew"
+    ):
         resume(run(checkpoint.parent, optim=optim), checkpoint)
 
 
@@ -183,14 +217,18 @@ def test_the_state_of_another_optimizer_is_refused(run, checkpoint, optim):
 def test_a_torn_file_of_a_checkpoint_is_named(run, checkpoint, name):
     torn = checkpoint / name
     os.truncate(torn, torn.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=rf"{torn} cannot be read .* Resume from another checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=rf"{torn} cannot be read .* Resume from another checkpoint"
+    ):
         resume(run(checkpoint.parent), checkpoint)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
     (checkpoint / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"but no {name}: it was damaged\. Resume from another"):
+    with pytest.raises(
+        CheckpointError, match=rf"but no {name}: it was damaged\. Resume from another"
+    ):
         resume(run(checkpoint.parent), checkpoint)
 
 
@@ -200,9 +238,15 @@ def test_a_checkpoint_of_the_model_alone_says_that_the_optimizer_begins_anew(run
     assert re.search(r"checkpoint-1 holds no state of the optimizer .* begin anew", caplog.text)
 
 
-def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_masters_also_when_resumed(run, tmp_path):
+def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_masters_also_when_resumed(
+    run, tmp_path
+):
     """As the server computes it: PEFT would have it in float32."""
-    half = {"model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
+    half = {
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+    }
 
     def adapter_of(trainer: AtroposGRPOTrainer) -> list[torch.nn.Parameter]:
         return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -221,21 +265,31 @@ def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_mast
     assert all(map(operator.is_, adapter_of(resumed), before))  # which publisher and optimizer know
     assert any(not torch.equal(*pair) for pair in zip(begin, adapter_of(whole)))
     assert all(
-        map(torch.equal, *(trainer.optimizer.optimizer.state_dict()["masters"] for trainer in (whole, resumed)))
+        map(
+            torch.equal,
+            *(trainer.optimizer.optimizer.state_dict()["masters"] for trainer in (whole, resumed)),
+        )
     )
     without = run(tmp_path / "without", peft=True, master_weights=False, **half)
     assert {parameter.dtype for parameter in adapter_of(without)} == {torch.float32}
 
 
 def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`",
+    ):
         resume(run(checkpoint.parent, peft=True), checkpoint)
     run(tmp_path / "adapter", peft=True, max_steps=1).train()
     adapter = tmp_path / "adapter/checkpoint-1"
-    with pytest.raises(CheckpointError, match=r"of an adapter, and this run trains the whole model\. Set `use_peft"):
+    with pytest.raises(
+        CheckpointError, match=r"of an adapter, and this run trains the whole model\. Set `use_peft"
+    ):
         resume(run(tmp_path / "adapter"), adapter)
     os.truncate(adapter / "adapter_model.safetensors", 100)
-    with pytest.raises(CheckpointError, match=r"The weights of the checkpoint in .*/checkpoint-1 cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"The weights of the checkpoint in .*/checkpoint-1 cannot be read"
+    ):
         resume(run(tmp_path / "adapter", peft=True), adapter)
 
 
@@ -247,7 +301,8 @@ def test_a_disk_that_takes_no_more_is_named_and_no_half_checkpoint_stays(run, tm
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         with pytest.raises(
-            SaveError, match=r"could not be written to .*/checkpoint-2: File too large\. .* Make room .* resume"
+            SaveError,
+            match=r"could not be written to .*/checkpoint-2: File too large\. .* Make room .* resume",
         ):
             trainer.train()
     finally:

@@ -1,4 +1,5 @@
-"""Single-copy weights on a real server: one memory, fenced steps, and a probe that sees when either breaks."""
+"""Single-copy weights on a real server: one memory, fenced steps, and a probe that sees when either
+breaks."""
 
 import contextlib
 import json
@@ -16,7 +17,8 @@ from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
-from trl_atropos.weights.probe import LONG_EVERY, Tolerance
+from trl_atropos.weights.probe_schedule import LONG_EVERY
+from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 
@@ -38,7 +40,8 @@ def disturb(trainer, scale: float = 0.05) -> None:
 
 
 class Detach(TrainerCallback):
-    """Gives one parameter a memory of its own in mid-run, as a wrapper or a careless `.data =` would."""
+    """Gives one parameter a memory of its own in mid-run, as a wrapper or a careless `.data =`
+    would."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == 2:
@@ -86,7 +89,8 @@ def test_every_publish_leaves_both_sides_equal_while_requests_are_in_flight(make
 def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_side_of_the_publish(
     make_trainer, server
 ):
-    """A completion begun before a publish and ended after it has every token scored by the old or the new weights."""
+    """A completion begun before a publish and ended after it has every token scored by the old or
+    the new weights."""
     trainer = make_trainer()
     client, model = trainer.policy_publisher.servers.clients[0], trainer.model
     prompt, replies = [64, 65, 66, 28] * 40, []
@@ -132,7 +136,7 @@ def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, s
     """The weights are whole: it must not take them for torn when the trainer leaves."""
     publisher = make_trainer().policy_publisher
     publisher.before_step()
-    publisher._pausing.result()
+    publisher._call.result()
     assert server.control("GET", "/info").json()["paused"]
     publisher.close()
     assert server.generate(prompt="abc=", max_tokens=2).ok
@@ -166,7 +170,9 @@ def test_a_probe_is_judged_before_the_next_publish_and_takes_no_time_until_then(
     assert probe(trainer) <= allowed(trainer)
     (client,) = publisher.servers.clients
     scored = []
-    handle = trainer.model.register_forward_pre_hook(lambda *_: scored.append(publisher.policy_version))
+    handle = trainer.model.register_forward_pre_hook(
+        lambda *_: scored.append(publisher.policy_version)
+    )
     try:
         publisher._probe.begin(publisher.policy_version)
         assert publisher._probe.begun and not scored
@@ -187,8 +193,8 @@ def test_a_probe_is_judged_before_the_next_publish_and_takes_no_time_until_then(
 
 class Wrong:
     """
-    Lets the trainer be wrong by `size` nats about the tokens `positions` of the first of the sampled rows, in
-    sequences of at least `beyond` tokens, the next `times` that it scores some.
+    Lets the trainer be wrong by `size` nats about the tokens `positions` of the first of the
+    sampled rows, in sequences of at least `beyond` tokens, the next `times` that it scores some.
     """
 
     def __init__(self, trainer, size=5e-4, positions=slice(1, 2), times=math.inf, beyond=0) -> None:
@@ -217,17 +223,21 @@ def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_t
     assert "One in thousands may, where rounding errors are multiplied" in caplog.text
 
 
-def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(make_trainer, caplog):
+def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(
+    make_trainer, caplog
+):
     trainer = make_trainer()
     wrong = Wrong(trainer, times=0)
     with caplog.at_level("WARNING"):
         for _ in range(5):
             wrong.times = 1
             probe(trainer)
-    warnings = [record.message for record in caplog.records if "A token of the probe" in record.message]
+    warnings = [
+        record.message for record in caplog.records if "A token of the probe" in record.message
+    ]
     counts = [re.search(r"so in (\d) of (\d) probes", warning).groups() for warning in warnings]
     assert counts == [("1", "1"), ("2", "2"), ("4", "4")]
-    assert "What has helped" in warnings[0]
+    assert "Try, in this order" in warnings[0]
 
 
 def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
@@ -239,10 +249,12 @@ def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
     assert caught.value.result.mean_abs_diff < allowed(trainer) < caught.value.result.max_abs_diff
 
 
-def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of_weights(make_trainer):
+def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of_weights(
+    make_trainer,
+):
     trainer = make_trainer()
     Wrong(trainer, size=0.05, positions=slice(None))
-    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*What has helped"
+    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*Try, in this order"
     with pytest.raises(ProbeError, match=message) as caught:
         trainer.train()
     assert "do not trust rollouts" not in str(caught.value)
@@ -253,7 +265,9 @@ def test_a_model_that_computes_nan_in_the_trainer_is_told_so(make_trainer):
     trainer = make_trainer()
     probe(trainer)
     Wrong(trainer, size=math.nan, positions=slice(None))
-    with pytest.raises(ProbeError, match="The trainer's own model computes NaN: its weights are not finite"):
+    with pytest.raises(
+        ProbeError, match="The trainer's own model computes NaN: its weights are not finite"
+    ):
         probe(trainer)
 
 
@@ -267,7 +281,9 @@ def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
     Wrong(trainer, size=0.16, positions=slice(None))
     with pytest.raises(ProbeError) as caught:
         probe(trainer)
-    assert 3e-2 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
+    assert (
+        3e-2 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
+    )
 
 
 def test_the_longest_sequences_are_looked_at_once_before_the_first_step(make_trainer, server):
@@ -291,7 +307,9 @@ class After(TrainerCallback):
         self.call()
 
 
-def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_begins_there(make_trainer):
+def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_begins_there(
+    make_trainer,
+):
     trainer = make_trainer(max_steps=20)
     wrong = Wrong(trainer, positions=slice(None), times=0, beyond=300)
     trainer.add_callback(After(lambda: setattr(wrong, "times", math.inf)))  # in mid-run
@@ -299,21 +317,31 @@ def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_beg
         trainer.train()
     longest = trainer.policy_publisher.servers.info.max_model_len
     usual = len(trainer.policy_publisher._probe.prompt_ids) + 8
-    assert wrong.lengths[0] == usual and longest in wrong.lengths  # all lengths up to it, before the first step
+    # all lengths up to it, before the first step
+    assert wrong.lengths[0] == usual and longest in wrong.lengths
     later = wrong.lengths[wrong.lengths.index(longest) + 1 :]
     assert later == [usual] * (LONG_EVERY - 2) + [longest]
     assert trainer.policy_publisher.policy_version == LONG_EVERY - 1
 
 
-def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(make_trainer, caplog):
+def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(
+    make_trainer, caplog
+):
     trainer = make_trainer(max_steps=1)
     Wrong(trainer, positions=slice(None), beyond=300)
     with caplog.at_level("WARNING"):
         trainer.train()
-    (warning,) = [record.message for record in caplog.records if "agree on sequences" in record.message]
-    agreed, beyond = map(int, re.search(r"up to (\d+) tokens, but not from (\d+)", warning).groups())
+    (warning,) = [
+        record.message for record in caplog.records if "agree on sequences" in record.message
+    ]
+    agreed, beyond = map(
+        int, re.search(r"up to (\d+) tokens, but not from (\d+)", warning).groups()
+    )
     assert agreed < 300 <= beyond <= agreed + 32
-    assert f"Set `max_sequence_length: {agreed}`" in warning and f"`--max-model-len {agreed}`" in warning
+    assert (
+        f"Set `max_sequence_length: {agreed}`" in warning
+        and f"`--max-model-len {agreed}`" in warning
+    )
     assert trainer.state.global_step == 1
 
 
@@ -333,11 +361,15 @@ def test_nan_on_the_server_is_named(make_trainer, server):
     reply = server.generate(prompt="abc", max_tokens=2)
     assert reply.status_code == 500
     assert reply.json()["error"].startswith("the model computed NaN as a log-probability")
-    with pytest.raises(ServerError, match=r"while sampling the probe \(HTTP 500\): the model computed NaN"):
+    with pytest.raises(
+        ServerError, match=r"while sampling the probe \(HTTP 500\): the model computed NaN"
+    ):
         probe(trainer)
 
 
-def test_the_first_and_the_last_publish_of_a_run_are_probed_however_seldom_it_is(server, make_trainer, tmp_path):
+def test_the_first_and_the_last_publish_of_a_run_are_probed_however_seldom_it_is(
+    server, make_trainer, tmp_path
+):
     publisher = make_publisher(server, tmp_path, probe_every_n_steps=1000)
     trainer = make_trainer(publisher, max_steps=3)
     lengths = Wrong(trainer, times=0).lengths
@@ -385,7 +417,9 @@ def test_the_probe_sees_a_version_that_never_reached_the_server(make_trainer):
 
 
 @pytest.mark.slow
-def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(make_trainer, server_model, tmp_path):
+def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(
+    make_trainer, server_model, tmp_path
+):
     with running_server(server_model, tmp_path / "logs") as doomed:
         trainer = make_trainer(make_publisher(doomed, tmp_path))
 
@@ -405,11 +439,15 @@ def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(make_tra
     assert "This server is shutting down" in (tmp_path / "logs" / "vllm.log").read_text()
 
 
-def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(make_trainer, server, tmp_path):
+def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(
+    make_trainer, server, tmp_path
+):
     trainer = make_trainer()
     checkpoint = tmp_path / "checkpoint-1"
     checkpoint.mkdir()
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1, "stateful_callbacks": {}}))
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps({"global_step": 1, "stateful_callbacks": {}})
+    )
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read into this model"):
         trainer.train(resume_from_checkpoint=str(checkpoint))

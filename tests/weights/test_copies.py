@@ -1,4 +1,5 @@
-"""Copies of many tensors: those that a GPU's kernel makes are torch's own, and the others are left to torch."""
+"""Copies of many tensors: those that a GPU's kernel makes are torch's own, and the others are left
+to torch."""
 
 import os
 import subprocess
@@ -39,7 +40,9 @@ def test_the_kernel_of_gpus_copies_what_torch_would():
     """Triton's interpreter runs it on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -66,5 +69,7 @@ def test_copies_are_made_anew_each_time():
     for _ in range(2):
         torch._foreach_add_(sources, 1)
         copies()
-        assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources))
+        assert all(
+            torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources)
+        )
     Copies([])()

@@ -1,7 +1,8 @@
-"""A server or a trainer that dies or hangs in the middle of a publish: who notices, when, and what is sampled.
+"""A server or a trainer that dies or hangs in the middle of a publish: who notices, when, and what
+is sampled.
 
-Everything is real: the processes get SIGKILL and SIGSTOP. All 184 combinations of mode, point and way take more than
-an hour and run with TRL_ATROPOS_FULL=1; otherwise those in `COVERING` run.
+Everything is real: the processes get SIGKILL and SIGSTOP. All 184 combinations of mode, point and
+way take more than an hour and run with TRL_ATROPOS_FULL=1; otherwise those in `COVERING` run.
 """
 
 import os
@@ -19,7 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.server_process import Server, running_server
 from tests.weights import faults
-from tests.weights.faults import FIRST_VERSION, Processes, Samplers, errors, fresh_samples, settle, trainer_at
+from tests.weights.faults import (
+    FIRST_VERSION,
+    Processes,
+    Samplers,
+    errors,
+    fresh_samples,
+    settle,
+    trainer_at,
+)
 from tests.weights.live import MODES, snapshot
 from tests.weights.watched import Sampled
 from trl_atropos.errors import ServerError
@@ -27,8 +36,13 @@ from trl_atropos.errors import ServerError
 pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="sends signals to processes that it finds as Linux shows them"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="written for servers of two processes, on the CPU"),
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="sends signals to processes that it finds as Linux shows them",
+    ),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="written for servers of two processes, on the CPU"
+    ),
 ]
 
 TIMEOUT = 5.0  # seconds: `publish_timeout` when the fault comes
@@ -42,11 +56,19 @@ CALLS = {
     "server over gloo": ["/pause", "/weights/again", "/resume", "/info", "/generate"],
     "server over memory": ["/pause", "/resume", "/info", "/generate"],
     "nccl_lora": ["/pause", "/adapter/load", "/resume", "/info", "/generate"],
-    "lora": ["/pause", "/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/resume", "/info", "/generate"],
+    "lora": [
+        "/pause",
+        "/v1/unload_lora_adapter",
+        "/v1/load_lora_adapter",
+        "/resume",
+        "/info",
+        "/generate",
+    ],
 }
 SAYS = {
     "/pause": "while pausing the server",
-    "/weights/again": "while loading weights into the server|transfer of weights to the server at .* broke off",
+    "/weights/again": "while loading weights into the server|transfer of weights to the server at "
+    ".* broke off",
     "/adapter/load": "while loading the adapter|transfer of weights to the server at .* broke off",
     "/v1/unload_lora_adapter": "while loading the adapter in",
     "/v1/load_lora_adapter": "while loading the adapter in",
@@ -57,8 +79,13 @@ SAYS = {
 BESIDE = "while comparing the .* bit for bit"  # at the same time as the last two
 REPEATED = {("lora", "/info")}  # calls that a publish makes several of
 WITHOUT_ENGINE = ("/info", "/v1/unload_lora_adapter")  # answered even if that is dead
-# From which call on the weights are no longer surely those of the version that the server names, until it resumes.
-TORN_FROM = {"colocate": "/pause", "server over memory": "/pause", "server over gloo": "/weights/again"}
+# From which call on the weights are no longer surely those of the version that the server names,
+# until it resumes.
+TORN_FROM = {
+    "colocate": "/pause",
+    "server over memory": "/pause",
+    "server over gloo": "/weights/again",
+}
 WAYS = ["kill api", "kill engine", "freeze both", "freeze engine"]
 # Those that the server survives come first and share one, those that change the base model last.
 COVERING = [
@@ -74,11 +101,18 @@ COVERING = [
     ("server over memory", "in /resume", "freeze engine"),
     ("colocate", "step", "kill api"),
 ]
-POINTS = {mode: [f"{when} {call}" for call in calls for when in ("in", "after")] for mode, calls in CALLS.items()}
+POINTS = {
+    mode: [f"{when} {call}" for call in calls for when in ("in", "after")]
+    for mode, calls in CALLS.items()
+}
 POINTS = {mode: points[:-1] + ["step"] * (mode == "colocate") for mode, points in POINTS.items()}
-PRODUCT = [(mode, point, way) for mode, points in POINTS.items() for point in points for way in WAYS]
+PRODUCT = [
+    (mode, point, way) for mode, points in POINTS.items() for point in points for way in WAYS
+]
 CASES = COVERING + (
-    [case for case in PRODUCT if case not in COVERING] if os.environ.get("TRL_ATROPOS_FULL") == "1" else []
+    [case for case in PRODUCT if case not in COVERING]
+    if os.environ.get("TRL_ATROPOS_FULL") == "1"
+    else []
 )
 
 
@@ -93,12 +127,15 @@ class Keeper:
         self._had_adapter = False
 
     def take(self, mode: str) -> Server:
-        """A server with the weights of the checkpoint, and for a mode of full weights without an adapter."""
+        """A server with the weights of the checkpoint, and for a mode of full weights without an
+        adapter."""
         if self._server is None or (self._had_adapter and not MODES[mode].lora):
             self.drop()
             folder = self.folders.mktemp("faults")
             # Also for modes of full weights: it is `server` and what adapters need.
-            self._server = self._stack.enter_context(running_server(self.model, folder, "--vllm_mode", "lora"))
+            self._server = self._stack.enter_context(
+                running_server(self.model, folder, "--vllm_mode", "lora")
+            )
             self._had_adapter = False
         self._had_adapter |= MODES[mode].lora
         return self._server
@@ -118,7 +155,9 @@ def keeper(server_model, tmp_path_factory) -> Iterator[Keeper]:
 @pytest.fixture(scope="module")
 def score_with(server_model) -> dict[bool, torch.nn.Module]:
     """Models to score with in this process, by whether they have an adapter."""
-    plain, base = (AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32) for _ in range(2))
+    plain, base = (
+        AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32) for _ in range(2)
+    )
     lora = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     return {False: plain.eval(), True: lora.eval()}
 
@@ -129,14 +168,15 @@ def versions_of(samples: list[Sampled]) -> set[tuple[int, int]]:
 
 
 def assert_only_ends_of_service(failures: list[str]) -> None:
-    """The connection broke, the server answered 503 with our reason, or vLLM's own route 500 with its own."""
+    """The connection broke, the server answered 503 with our reason, or vLLM's own route 500 with
+    its own."""
     broken = "ConnectionError|ChunkedEncodingError"
     refused = "HTTP 503|This server is shutting down|the engine ended the request with 'abort'"
     died = "HTTP 500: .*EngineCore encountered"
     assert [one for one in failures if not re.search(f"{broken}|{refused}|{died}", one)] == []
 
 
-# ------------------------------------------------------------------------------------------------------- server faults
+# ------------------------------------------------------------------------------------ server faults
 
 
 @pytest.mark.parametrize(("mode", "point", "way"), CASES)
@@ -169,7 +209,9 @@ def test_a_fault_of_the_server_is_an_error_in_time_and_no_torn_weights_are_sampl
             ended = settle(server, LEAVES_WITHIN)
             after = fresh_samples(server) if ended == "lives" else []
         version = publisher.servers.clients[0].info().policy_version if ended == "lives" else None
-        print(f"{mode} | {point} | {way} | {error_after:.1f} s | {ended} {version} | {caught.value}")
+        print(
+            f"{mode} | {point} | {way} | {error_after:.1f} s | {ended} {version} | {caught.value}"
+        )
         print(f"{len(samplers.samples)} samples, {len(samplers.failures)} failures")
         assert error_after <= TIMEOUT + MARGIN
         assert closed_after <= 10.0
@@ -180,11 +222,15 @@ def test_a_fault_of_the_server_is_an_error_in_time_and_no_torn_weights_are_sampl
         assert samplers.failures == [] or ended == "leaves"
         assert errors(trainer.model, samplers.samples, old, new) <= TOLERANCE
         assert errors(trainer.model, after, old if version == FIRST_VERSION else new) <= TOLERANCE
-        # Where the step writes to the server's own weights, it does not come before the server is paused.
+        # Where the step writes to the server's own weights, it does not come before the server is
+        # paused.
         stepped = not (publisher.transfer.steps_in_place and calls_hit(mode, point)[0] == "/pause")
         assert any(not torch.equal(new[name], old[name]) for name in new) == stepped
         if after:
-            assert not stepped or errors(trainer.model, after, new if version == FIRST_VERSION else old) > 0.01
+            assert (
+                not stepped
+                or errors(trainer.model, after, new if version == FIRST_VERSION else old) > 0.01
+            )
             assert versions_of(after) == {(version, version)}
     finally:
         publisher.close()
@@ -205,7 +251,9 @@ def expected_phases(mode: str, point: str) -> str:
     rest = calls_hit(mode, point)
     with_engine = next(i for i, call in enumerate(rest) if call not in WITHOUT_ENGINE)
     met = rest[: with_engine + 1]
-    return "|".join([*(SAYS[call] for call in met), *([BESIDE] if {"/info", "/generate"} & set(met) else [])])
+    return "|".join(
+        [*(SAYS[call] for call in met), *([BESIDE] if {"/info", "/generate"} & set(met) else [])]
+    )
 
 
 def expected_ends(mode: str, point: str, way: str) -> list[tuple[str, int | None]]:
@@ -219,11 +267,12 @@ def expected_ends(mode: str, point: str, way: str) -> list[tuple[str, int | None
     torn_from = TORN_FROM.get(mode)
     before = [gone] if torn_from and calls.index(hit) >= calls.index(torn_from) else [old]
     if hit == torn_from:
-        return [gone, old]  # the thawed server may have seen the end of the lease first, and refused the call
+        # the thawed server may have seen the end of the lease first, and refused the call
+        return [gone, old]
     return [*before, new] if hit == "/resume" else before  # or the call
 
 
-# ------------------------------------------------------------------------------------------------------ trainer faults
+# ----------------------------------------------------------------------------------- trainer faults
 
 RESUMES = [
     ("server over gloo", "after /pause"),
@@ -244,7 +293,10 @@ def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_no
     keeper: Keeper, score_with, recording, tmp_path, mode, point
 ):
     server = keeper.take(mode)
-    with trainer_at(server, mode, point, recording, tmp_path / "run") as trainer, Samplers(server) as samplers:
+    with (
+        trainer_at(server, mode, point, recording, tmp_path / "run") as trainer,
+        Samplers(server) as samplers,
+    ):
         samplers.wait_for_samples()
         trainer.reach(point)
         trainer.kill()
@@ -252,7 +304,9 @@ def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_no
         assert settle(server, LEAVES_WITHIN) == "lives"
         resumed_after = time.monotonic() - began
         after = fresh_samples(server)
-    print(f"{mode} | {point} | resumed after {resumed_after:.2f} s | {len(samplers.samples)} samples")
+    print(
+        f"{mode} | {point} | resumed after {resumed_after:.2f} s | {len(samplers.samples)} samples"
+    )
     assert resumed_after <= 10.0
     assert samplers.failures == []
     assert versions_of(after) == {(FIRST_VERSION, FIRST_VERSION)}
@@ -260,7 +314,9 @@ def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_no
     assert errors(score_with[MODES[mode].lora], samplers.samples, trainer.old) <= TOLERANCE
 
 
-def test_a_trainer_that_is_frozen_in_a_pause_holds_the_requests_until_it_goes_on(keeper: Keeper, recording, tmp_path):
+def test_a_trainer_that_is_frozen_in_a_pause_holds_the_requests_until_it_goes_on(
+    keeper: Keeper, recording, tmp_path
+):
     server = keeper.take("nccl_lora")
     with trainer_at(server, "nccl_lora", "after /pause", recording, tmp_path / "run") as trainer:
         trainer.reach("after /pause")
@@ -284,7 +340,9 @@ def test_a_server_leaves_when_its_trainer_is_killed_in_a_pause_and_its_engine_ha
     server = keeper.take("nccl_lora")
     processes = Processes.of(server)
     try:
-        with trainer_at(server, "nccl_lora", "after /pause", recording, tmp_path / "run") as trainer:
+        with trainer_at(
+            server, "nccl_lora", "after /pause", recording, tmp_path / "run"
+        ) as trainer:
             trainer.reach("after /pause")
             processes.engine.suspend()
             trainer.kill()
@@ -295,7 +353,9 @@ def test_a_server_leaves_when_its_trainer_is_killed_in_a_pause_and_its_engine_ha
 
 
 @pytest.mark.parametrize("mode", ["server over gloo", "nccl_lora"])
-def test_a_trainer_whose_server_hangs_in_a_transfer_ends_with_an_error(keeper: Keeper, recording, tmp_path, mode):
+def test_a_trainer_whose_server_hangs_in_a_transfer_ends_with_an_error(
+    keeper: Keeper, recording, tmp_path, mode
+):
     server = keeper.take(mode)
     with trainer_at(server, mode, "sending", recording, tmp_path / "run", TIMEOUT) as trainer:
         trainer.reach("sending")
@@ -323,7 +383,10 @@ def test_a_server_refuses_and_leaves_when_its_trainer_is_killed_with_weights_tha
 ):
     server = keeper.take(mode)
     try:
-        with trainer_at(server, mode, point, recording, tmp_path / "run") as trainer, Samplers(server) as samplers:
+        with (
+            trainer_at(server, mode, point, recording, tmp_path / "run") as trainer,
+            Samplers(server) as samplers,
+        ):
             samplers.wait_for_samples()
             trainer.reach(point)
             with Samplers(server) as held:
@@ -331,7 +394,10 @@ def test_a_server_refuses_and_leaves_when_its_trainer_is_killed_with_weights_tha
                 trainer.kill()
                 began = time.monotonic()
                 ended = settle(server, LEAVES_WITHIN)
-            print(f"{mode} | {point} | {ended} after {time.monotonic() - began:.1f} s | {held.failures[:1]}")
+            print(
+                f"{mode} | {point} | {ended} after {time.monotonic() - began:.1f} s | "
+                f"{held.failures[:1]}"
+            )
     finally:
         keeper.drop()
     assert ended == "leaves"

@@ -1,4 +1,5 @@
-"""Fingerprints: what they see, that parts add up, and that no fault in a publish to a real server gets past them."""
+"""Fingerprints: what they see, that parts add up, and that no fault in a publish to a real server
+gets past them."""
 
 import itertools
 import math
@@ -15,7 +16,17 @@ from peft import LoraConfig
 
 from tests.server_process import Server, running_server
 from tests.weights import trainers
-from tests.weights.live import CUDA, GPU_FLAGS, Weights, act_as, assert_proven, disturb, publish, restore, snapshot
+from tests.weights.live import (
+    CUDA,
+    GPU_FLAGS,
+    Weights,
+    act_as,
+    assert_proven,
+    disturb,
+    publish,
+    restore,
+    snapshot,
+)
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import FingerprintError, ProbeError
 from trl_atropos.protocol import FingerprintsReply, ParameterSpec
@@ -25,7 +36,8 @@ from trl_atropos.tensors.channel import unpack
 from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, joined
 from trl_atropos.weights import colocate, gather
 from trl_atropos.weights.fingerprints import OwnFingerprints, Proof
-from trl_atropos.weights.probe import Probe, Tolerance
+from trl_atropos.weights.probe import Probe
+from trl_atropos.weights.tolerance import Tolerance
 from trl_atropos.weights.transfer import Fingerprinted
 
 NUMBER = 250  # publishes that must be found right, in each of 8 ways
@@ -36,16 +48,23 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 def sum_of(parts: list[tuple[torch.Tensor, torch.Tensor]], shape: tuple[int, ...]) -> int:
     """Of (values, the view of a parameter on "meta" where they stand)."""
-    return joined(Fingerprints([(values, Part.of(place), shape, 0) for values, place in parts], 1).compute())[0]
+    return joined(
+        Fingerprints([(values, Part.of(place), shape, 0) for values, place in parts], 1).compute()
+    )[0]
 
 
 def in_python(values: torch.Tensor) -> int:
-    """By the formula of the module's docstring, element by element, in Python's unbounded integers."""
+    """By the formula of the module's docstring, element by element, in Python's unbounded
+    integers."""
     width = values.shape[-1] if values.dim() else 1
     size = values.element_size()
     per_element = max(1, size // 2)  # entries
     bits = values.flatten().view(INTEGERS[size]).tolist()
-    entries = [(one >> 16 * place) % 2**16 if size > 1 else one % 2**8 for one in bits for place in range(per_element)]
+    entries = [
+        (one >> 16 * place) % 2**16 if size > 1 else one % 2**8
+        for one in bits
+        for place in range(per_element)
+    ]
     half = 2 ** (8 * min(size, 2) - 1)
     signed = [one - 2 * half if one >= half else one for one in entries]
     columns = width * per_element
@@ -53,7 +72,10 @@ def in_python(values: torch.Tensor) -> int:
     for of_row, of_column in zip(fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS):
         by_row = fingerprints._weights(0, 1, -(-len(signed) // columns), of_row).tolist()
         by_column = fingerprints._weights(0, 1, columns, of_column).tolist()
-        terms = ((one + 2**15 + 1) * by_row[i // columns] * by_column[i % columns] for i, one in enumerate(signed))
+        terms = (
+            (one + 2**15 + 1) * by_row[i // columns] * by_column[i % columns]
+            for i, one in enumerate(signed)
+        )
         found.append(sum(terms) % (2**31 - 1))
     return found[0] * 2**32 + found[1]
 
@@ -78,18 +100,28 @@ def test_parts_add_up_to_the_whole_however_it_is_cut():
     assert cut(lambda t: t.view(6, 2, 5).transpose(0, 1)) == expected
     assert cut(lambda t: t[::2], lambda t: t[1::2]) == expected
     assert cut(lambda t: t.view(2, 3, 10)[0], lambda t: t.view(2, 3, 10)[1]) == expected
-    for first, second in itertools.combinations(range(0, 61, 7), 2):  # as ZeRO-3 has them, without heed to rows
+    # as ZeRO-3 has them, without heed to rows
+    for first, second in itertools.combinations(range(0, 61, 7), 2):
         pieces = ((0, first), (first, second), (second, 60))
-        assert cut(*(lambda t, begin=begin, end=end: t.view(-1)[begin:end] for begin, end in pieces)) == expected
+        assert (
+            cut(*(lambda t, begin=begin, end=end: t.view(-1)[begin:end] for begin, end in pieces))
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
     ("where", "new"),
     {
         "one unit in the last place": ((3, 4), lambda t: t.view(torch.int16) + 1),
-        "two elements in each other's place": ((2, slice(5, 7)), lambda t: t.view(torch.int16).flip(0)),
+        "two elements in each other's place": (
+            (2, slice(5, 7)),
+            lambda t: t.view(torch.int16).flip(0),
+        ),
         "two rows in each other's place": (slice(3, 5), lambda t: t.view(torch.int16).flip(0)),
-        "two columns in each other's place": ((slice(None), slice(3, 5)), lambda t: t.view(torch.int16).flip(1)),
+        "two columns in each other's place": (
+            (slice(None), slice(3, 5)),
+            lambda t: t.view(torch.int16).flip(1),
+        ),
         "another sign": ((7, 7), lambda t: (-t).view(torch.int16)),
         "minus zero": ((0, 0), lambda t: (-t).view(torch.int16)),
         "half of all": (slice(None), lambda t: (t / 2).view(torch.int16)),
@@ -104,10 +136,16 @@ def test_any_change_is_seen(where, new):
     assert not torch.equal(fingerprint(changed), fingerprint(values))
 
 
-def integers(dtype: torch.dtype, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def integers(
+    dtype: torch.dtype, rows: int, columns: int, generator: torch.Generator
+) -> torch.Tensor:
     """Random bits of a matrix in a dtype of floats, as integers of the same width."""
     size = dtype.itemsize
-    return torch.randint(256, (rows, columns * size), generator=generator).to(torch.uint8).view(INTEGERS[size])
+    return (
+        torch.randint(256, (rows, columns * size), generator=generator)
+        .to(torch.uint8)
+        .view(INTEGERS[size])
+    )
 
 
 def sign(bits: torch.Tensor) -> torch.Tensor:
@@ -125,11 +163,17 @@ CHANGES = {
         torch.where(torch.rand(bits.shape, generator=g) < 0.5, sign(bits), bits)
     ),
     "2 elements of a row change places": lambda bits, _: bits[3, 5:7].copy_(bits[3, 5:7].flip(0)),
-    "2 elements of a column change places": lambda bits, _: bits[3:5, 5].copy_(bits[3:5, 5].flip(0)),
-    "4 elements change places crosswise": lambda bits, _: bits[3:5, 5:7].copy_(bits[3:5, 5:7].flip(0, 1)),
+    "2 elements of a column change places": lambda bits, _: bits[3:5, 5].copy_(
+        bits[3:5, 5].flip(0)
+    ),
+    "4 elements change places crosswise": lambda bits, _: bits[3:5, 5:7].copy_(
+        bits[3:5, 5:7].flip(0, 1)
+    ),
     "2 rows change places": lambda bits, _: bits[3:5].copy_(bits[3:5].flip(0)),
     "2 columns change places": lambda bits, _: bits[:, 3:5].copy_(bits[:, 3:5].flip(1)),
-    "all rows are in another order": lambda bits, g: bits.copy_(bits[torch.randperm(len(bits), generator=g)]),
+    "all rows are in another order": lambda bits, g: bits.copy_(
+        bits[torch.randperm(len(bits), generator=g)]
+    ),
     "all elements are in another order": lambda bits, g: bits.copy_(
         bits.flatten()[torch.randperm(bits.numel(), generator=g)].view_as(bits)
     ),
@@ -153,7 +197,9 @@ def weights_of_both_sums(salts: tuple[int, int], count: int) -> list[torch.Tenso
     return [fingerprints._weights(0, 1, count, salt) for salt in salts]
 
 
-@pytest.mark.parametrize("salts", [fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "salts", [fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS], ids=["rows", "columns"]
+)
 def test_no_two_rows_and_no_two_columns_of_a_million_share_a_weight(salts):
     for weights in weights_of_both_sums(salts, 1 << 20):
         assert weights.min() >= 1 and weights.max() <= 2**30
@@ -163,11 +209,15 @@ def test_no_two_rows_and_no_two_columns_of_a_million_share_a_weight(salts):
 @pytest.mark.parametrize(
     ("salt", "multipliers"), [(salt, (0x21F0AAAD, 0x135A2D97)) for salt in fingerprints.ROW_SALTS]
 )
-def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_computed_back(salt, multipliers):
+def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_computed_back(
+    salt, multipliers
+):
     modulus = 2**30
     first, second = (pow(multiplier, -1, modulus) for multiplier in multipliers)
     positions = torch.randint(modulus, (1 << 16,), generator=torch.Generator().manual_seed(0))
-    weights = torch.cat([fingerprints._weights(one, 1, 1, salt) for one in positions[:2000].tolist()])
+    weights = torch.cat(
+        [fingerprints._weights(one, 1, 1, salt) for one in positions[:2000].tolist()]
+    )
     x = weights - 1
     x = x ^ x >> 15
     x = x * second % modulus
@@ -178,10 +228,14 @@ def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_
 
 
 def test_one_element_of_four_bytes_is_seen_in_any_of_a_million_columns():
-    """Its halves change by less than 2**16. Both sums would have to miss that, for which the two ratios of the halves'
-    weights would have to be the same."""
-    first, second = (weights.view(-1, 2) for weights in weights_of_both_sums(fingerprints.COLUMN_SALTS, 1 << 21))
-    determinants = (first[:, 0] * second[:, 1] % fingerprints.P) - (first[:, 1] * second[:, 0] % fingerprints.P)
+    """Its halves change by less than 2**16. Both sums would have to miss that, for which the two
+    ratios of the halves' weights would have to be the same."""
+    first, second = (
+        weights.view(-1, 2) for weights in weights_of_both_sums(fingerprints.COLUMN_SALTS, 1 << 21)
+    )
+    determinants = (first[:, 0] * second[:, 1] % fingerprints.P) - (
+        first[:, 1] * second[:, 0] % fingerprints.P
+    )
     assert (determinants != 0).all()
 
 
@@ -209,10 +263,13 @@ def test_what_workers_keep_is_put_together_and_what_they_keep_twice_must_be_equa
     assembly = Assembly(shapes, both)
     assert list(assembly.refused) == ["lost"] and "12 of its 24" in assembly.refused["lost"]
     expected = joined(fingerprint(whole)[None])[0]
-    left, right = (sum_of([(whole[:, some], place[:, some])], (4, 6)) for some in (slice(3), slice(3, 6)))
+    left, right = (
+        sum_of([(whole[:, some], place[:, some])], (4, 6)) for some in (slice(3), slice(3, 6))
+    )
     assert assembly.sum([[left, expected, 0], [right, expected, 0]]) == [expected, expected, None]
     assert assembly.sum([[left, expected, 0], [right, expected + 1, 0]]) == [expected, None, None]
-    assert assembly.sum([[right, expected, 0], [left, expected, 0]])[0] == expected  # sums do not say whose they are
+    # sums do not say whose they are
+    assert assembly.sum([[right, expected, 0], [left, expected, 0]])[0] == expected
 
 
 KERNEL = """
@@ -246,7 +303,9 @@ def test_the_kernel_of_gpus_computes_the_same():
     """Triton's interpreter runs it on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -255,18 +314,23 @@ def test_the_kernel_of_gpus_computes_the_same():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (4096, 1024), (3, 151_936), (151_936, 8)])
 def test_a_gpu_computes_the_same_as_the_cpu(shape, dtype):
-    bits = integers(dtype, 1, max(1, math.prod(shape)), torch.Generator().manual_seed(0)).view(shape)
+    bits = integers(dtype, 1, max(1, math.prod(shape)), torch.Generator().manual_seed(0)).view(
+        shape
+    )
     values, place = bits.view(dtype), torch.empty(shape, device="meta")
     expected = fingerprint(values).tolist()
     on_gpu = values.cuda()
     assert fingerprint(on_gpu).tolist() == expected
     if len(shape) == 2:  # neither contiguous nor whole
-        turned, cut = (torch.cat([on_gpu.t().contiguous()] * 2, dim=1)[:, : shape[0]], shape[1] // 2)
+        turned, cut = (
+            torch.cat([on_gpu.t().contiguous()] * 2, dim=1)[:, : shape[0]],
+            shape[1] // 2,
+        )
         pieces = [(turned[:cut], place.t()[:cut]), (turned[cut:], place.t()[cut:])]
         assert sum_of(pieces, shape) == joined(torch.tensor([expected]))[0]
 
 
-# ------------------------------------------------------------------------------------------- what the trainer compares
+# ------------------------------------------------------------------------ what the trainer compares
 
 NAMES = ("first", "second", "third")
 
@@ -282,7 +346,10 @@ class Small(torch.nn.Module):
 
 
 def one_by_one(model: torch.nn.Module, *dtypes: torch.dtype) -> list[int]:
-    values = [parameter.detach().to(dtype) for parameter, dtype in zip(model.parameters(), dtypes, strict=True)]
+    values = [
+        parameter.detach().to(dtype)
+        for parameter, dtype in zip(model.parameters(), dtypes, strict=True)
+    ]
     return joined(torch.stack([fingerprint(value) for value in values]))
 
 
@@ -344,12 +411,17 @@ class Compared:
         self.trainer, self.computed = Small(), 0
         servers = Servers(["http://one", "http://two"], timeout=10.0, client=Memory)
         self.one, self.two = servers.clients = [Memory(url, 10.0) for url in servers.urls]
-        specs = [ParameterSpec.of(name, one.shape, one.dtype) for name, one in self.trainer.named_parameters()]
+        specs = [
+            ParameterSpec.of(name, one.shape, one.dtype)
+            for name, one in self.trainer.named_parameters()
+        ]
         self.proof = Proof(servers, [Fingerprinted("weights", specs, self._compute, **subject)])
 
     def _compute(self) -> torch.Tensor:
         self.computed += 1
-        return torch.stack([fingerprint(parameter.detach()) for parameter in self.trainer.parameters()])
+        return torch.stack(
+            [fingerprint(parameter.detach()) for parameter in self.trainer.parameters()]
+        )
 
     def publish(self, version: int = 5) -> None:
         self.proof.begin(version)
@@ -370,7 +442,9 @@ def test_the_server_and_the_parameters_that_differ_are_named():
     compared.publish()
     for name in ("first", "third"):
         getattr(compared.two.weights, name).data.view(-1)[2] += 1
-    with pytest.raises(FingerprintError, match=r"version 5, 2 of 3 parameters of .* http://two .*: first, third\."):
+    with pytest.raises(
+        FingerprintError, match=r"version 5, 2 of 3 parameters of .* http://two .*: first, third\."
+    ):
         compared.publish()
     compared.one.weights.second.data[0, 0] += 1
     with pytest.raises(FingerprintError, match=r"1 of 3 parameters of .* http://one .*: second\."):
@@ -381,7 +455,10 @@ def test_the_server_and_the_parameters_that_differ_are_named():
 def test_a_server_that_samples_from_another_version_is_named(version):
     compared = Compared()
     compared.two.policy_version = version
-    told = f"The server at http://two samples from policy version {version} but the trainer published 5"
+    told = (
+        f"The server at http://two samples from policy version {version} but the trainer "
+        "published 5"
+    )
     with pytest.raises(FingerprintError, match=told):
         compared.publish()
 
@@ -393,7 +470,10 @@ def test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete(ca
     for _ in range(2):
         compared.publish()
     assert not compared.proof.complete
-    told = "1 parameters of the server at http://two cannot be compared bit for bit: second (it is computed)."
+    told = (
+        "1 parameters of the server at http://two cannot be compared bit for bit: second (it is "
+        "computed)."
+    )
     assert caplog.text.count(told) == 1
 
 
@@ -418,9 +498,10 @@ def test_weights_that_a_publish_moves_are_found_again_after_each():
     assert (compared.one.traced, compared.two.traced) == (3, 3)
 
 
-# ------------------------------------------------------------------------------------------- faults on a real server
+# -------------------------------------------------------------------------- faults on a real server
 
-Served = dict[str, torch.Tensor]  # what is about to be sent, or the server's own memory, by the name of a checkpoint
+# what is about to be sent, or the server's own memory, by the name of a checkpoint
+Served = dict[str, torch.Tensor]
 
 
 def stale(*parts: str) -> Callable[[Served, Served], None]:
@@ -436,7 +517,11 @@ def stale(*parts: str) -> Callable[[Served, Served], None]:
 
 def swapped(served: Served, _before: Served) -> None:
     """The parts of a fused tensor change places."""
-    names = [name for name in served if "layers.1.self_attn.k_proj" in name or "layers.1.self_attn.v_proj" in name]
+    names = [
+        name
+        for name in served
+        if "layers.1.self_attn.k_proj" in name or "layers.1.self_attn.v_proj" in name
+    ]
     if names:
         first, second = (served[name] for name in names)
         values = first.clone()
@@ -452,7 +537,10 @@ def one_unit(served: Served, _before: Served) -> None:
 
 
 FAULTS = {
-    "a tensor is not sent": (stale("layers.0.mlp.down_proj"), {"model.layers.0.mlp.down_proj.weight"}),
+    "a tensor is not sent": (
+        stale("layers.0.mlp.down_proj"),
+        {"model.layers.0.mlp.down_proj.weight"},
+    ),
     "a layer is stale": (stale("layers.1."), "layers.1."),
     "k and v are swapped": (
         swapped,
@@ -464,7 +552,8 @@ FAULTS = {
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def typed_server(request, server_model, tmp_path_factory) -> Iterator[Server]:
-    mode = "server" if CUDA and request.param == "float32" else "lora"  # what `server` needs, and adapters, too
+    # what `server` needs, and adapters, too
+    mode = "server" if CUDA and request.param == "float32" else "lora"
     flags = ["--vllm_mode", mode, "--dtype", request.param, *(GPU_FLAGS if CUDA else ())]
     act_as("server")
     with running_server(server_model, tmp_path_factory.mktemp("typed"), *flags) as server:
@@ -482,8 +571,12 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
         if CUDA and "lora" in mode and typed_server.control("GET", "/info").json()["lora"] is None:
             pytest.skip("vLLM's kernels for adapters take 16 bits")
         transport = settings.pop("transport", "auto")
-        publisher = trainers.make_publisher(typed_server, tmp_path, mode, transport, probe_every_n_steps=0)
-        trainer = trainers.make_trainer(publisher, recording, typed_server.model, tmp_path / "run", **settings)
+        publisher = trainers.make_publisher(
+            typed_server, tmp_path, mode, transport, probe_every_n_steps=0
+        )
+        trainer = trainers.make_trainer(
+            publisher, recording, typed_server.model, tmp_path / "run", **settings
+        )
         built.append((trainer, snapshot(trainer.model)))
         publisher.hold()
         publisher._steps = 6
@@ -499,13 +592,18 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
             vars(transfer).pop(name, None)
         publisher.servers.hold_leases()
         publisher._proof.subjects = []
-        publish(trainer, lambda trainer=trainer, original=original: restore(trainer.model, original))
+        publish(
+            trainer, lambda trainer=trainer, original=original: restore(trainer.model, original)
+        )
         publisher.close()
 
 
 def served_as(trainer: AtroposGRPOTrainer) -> Served:
     dtype = getattr(torch, trainer.policy_publisher.servers.info.dtype)
-    return {name: value.detach().to(dtype, copy=True) for name, value in trainer.model.named_parameters()}
+    return {
+        name: value.detach().to(dtype, copy=True)
+        for name, value in trainer.model.named_parameters()
+    }
 
 
 def plant(trainer: AtroposGRPOTrainer, fault: Callable[[Served, Served], None]) -> None:
@@ -521,7 +619,9 @@ def plant(trainer: AtroposGRPOTrainer, fault: Callable[[Served, Served], None]) 
 
     def faulty(messages):
         for message in messages:
-            named = zip([spec.name for spec in message.tensors], unpack(message.content, message.tensors))
+            named = zip(
+                [spec.name for spec in message.tensors], unpack(message.content, message.tensors)
+            )
             fault(dict(named), before)
             yield message
 
@@ -557,10 +657,14 @@ def test_a_fault_in_a_publish_is_found_and_names_what_is_wrong(trainer_to, fault
 @pytest.mark.server
 @pytest.mark.full
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("settings", [{}, {"transport": "memory"}, {"mode": "nccl_lora"}, {"mode": "lora"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"transport": "memory"}, {"mode": "nccl_lora"}, {"mode": "lora"}], ids=str
+)
 def test_thousands_of_right_publishes_are_all_found_right(trainer_to, settings):
     if "lora" in settings.get("mode", ""):
-        settings = settings | {"peft_config": LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")}
+        settings = settings | {
+            "peft_config": LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
+        }
     trainer = trainer_to(**settings)
     for _ in range(NUMBER):
         publish(trainer, lambda: disturb(trainer.model, 1e-3))
@@ -587,13 +691,21 @@ def test_parameters_that_move_are_copied_from_where_they_are(trainer_to, transpo
 @pytest.mark.server
 @pytest.mark.slow(10)
 @pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
-def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_unit(trainer_to, transport):
+def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_unit(
+    trainer_to, transport
+):
     trainer = trainer_to(transport=transport)
     publisher = trainer.policy_publisher
     publisher.transfer.send = lambda version: 0
-    name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if "layers.1.mlp.gate_proj" in n)
-    step = 1 << (16 * (parameter.dtype is torch.float32 and publisher.servers.info.dtype == "bfloat16"))
-    publish(trainer, lambda: parameter.data.view(INTEGERS[parameter.element_size()])[1, 1].add_(step))
+    name, parameter = next(
+        (n, p) for n, p in trainer.model.named_parameters() if "layers.1.mlp.gate_proj" in n
+    )
+    step = 1 << (
+        16 * (parameter.dtype is torch.float32 and publisher.servers.info.dtype == "bfloat16")
+    )
+    publish(
+        trainer, lambda: parameter.data.view(INTEGERS[parameter.element_size()])[1, 1].add_(step)
+    )
     with pytest.raises(FingerprintError, match=f"version 8, 1 of .*{name}"):
         publisher.before_backward()
 
@@ -606,13 +718,17 @@ def test_a_server_that_names_another_version_is_found(trainer_to):
     resume = publisher.transfer.resume
     publisher.transfer.resume = lambda version: resume(version + 1)
     publish(publisher._trainer, lambda: None)
-    with pytest.raises(FingerprintError, match="samples from policy version 9 but the trainer published 8"):
+    with pytest.raises(
+        FingerprintError, match="samples from policy version 9 but the trainer published 8"
+    ):
         publisher.before_backward()
 
 
 @pytest.mark.server
 @pytest.mark.slow(10)
-def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(trainer_to, typed_server):
+def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(
+    trainer_to, typed_server
+):
     trainer = trainer_to(mode="colocate")
     proof = trainer.policy_publisher._proof
     for _ in range(3):
@@ -629,9 +745,14 @@ def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(
 def test_a_proof_is_complete_only_if_nothing_was_left_out(left_out):
     subject = Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64))
     no_servers = SimpleNamespace(clients=[])
-    assert Proof(no_servers, [subject, subject._replace(left_out=left_out)]).complete == (not left_out)
+    assert Proof(no_servers, [subject, subject._replace(left_out=left_out)]).complete == (
+        not left_out
+    )
     assert not Proof(no_servers, []).complete
-    traced = Proof(SimpleNamespace(clients=[SimpleNamespace(url="one"), SimpleNamespace(url="other")]), [subject])
+    traced = Proof(
+        SimpleNamespace(clients=[SimpleNamespace(url="one"), SimpleNamespace(url="other")]),
+        [subject],
+    )
     for refused, complete in (({}, True), ({"w": "vLLM keeps it as torch.float32"}, False)):
         traced._refused = {("one", "weights"): {}, ("other", "weights"): refused}
         assert traced.complete == complete
@@ -646,9 +767,14 @@ def test_a_fault_in_the_files_of_an_adapter_is_found(trainer_to, fault):
     config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
     trainer = trainer_to(mode="lora", peft_config=config)
     transfer = trainer.policy_publisher.transfer
-    push, before = transfer._push, dict(gather.iter_adapter_parameters(trainer.model, trainer.accelerator))
+    push, before = (
+        transfer._push,
+        dict(gather.iter_adapter_parameters(trainer.model, trainer.accelerator)),
+    )
     before = {name: tensor.clone() for name, tensor in before.items()}
-    wrong = {name for name in before if "layers.1" in name and "o_proj" in name and "lora_B" in name}
+    wrong = {
+        name for name in before if "layers.1" in name and "o_proj" in name and "lora_B" in name
+    }
 
     def faulty(tensors: Served, version: int) -> None:
         for name in wrong:
@@ -667,8 +793,12 @@ def test_a_fault_in_the_publish_of_an_adapter_is_found(trainer_to, fault):
     trainer = trainer_to(mode="nccl_lora", peft_config=config)
     transfer = trainer.policy_publisher.transfer
     names = [spec.name for spec in transfer._tensors]
-    chosen = [number for number, name in enumerate(names) if "layers.0" in name and "lora_B" in name]
-    first, second = [number for number in chosen if "k_proj" in names[number] or "v_proj" in names[number]]
+    chosen = [
+        number for number, name in enumerate(names) if "layers.0" in name and "lora_B" in name
+    ]
+    first, second = [
+        number for number in chosen if "k_proj" in names[number] or "v_proj" in names[number]
+    ]
     fill, wrong = transfer._fill, {names[first], names[second]}
 
     def faulty(slots, values) -> None:
@@ -700,7 +830,8 @@ def test_a_block_that_old_weights_have_cached_is_found(trainer_to):
     publisher.transfer.clear_cache = False
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     block = publisher.servers.info.block_size
-    cached = (len(publisher._probe.prompt_ids) - 1) // block * block  # the last token is always computed
+    # the last token is always computed
+    cached = (len(publisher._probe.prompt_ids) - 1) // block * block
     told = rf"version 9, the server at .* took {cached} tokens of a prompt from its cache"
     with pytest.raises(ProbeError, match=told):
         publisher.before_backward()
@@ -712,7 +843,9 @@ def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_ser
     trainer = trainer_to()
     publisher = trainer.policy_publisher
     rounds = CUDA or publisher.servers.info.dtype == "bfloat16"
-    publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False, prove=publisher._proof.again)
+    publisher._probe = Probe(
+        publisher.servers, trainer, 1, one_memory=False, prove=publisher._proof.again
+    )
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     publisher._probe.tolerance = Tolerance(1e-9, 1e-9)  # which no probe can meet
     for _ in range(2):

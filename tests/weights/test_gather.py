@@ -1,7 +1,9 @@
-"""Whole parameters come out of every kind of trainer, and gathering them leaves the trainer as it was.
+"""Whole parameters come out of every kind of trainer, and gathering them leaves the trainer as it
+was.
 
-`main` is what each of two processes does: for every case it trains two steps, gathering after each, and saves what
-it saw. One launch per kind of sharding does all the cases, because starting one takes longer than they do.
+`main` is what each of two processes does: for every case it trains two steps, gathering after each,
+and saves what it saw. One launch per kind of sharding does all the cases, because starting one
+takes longer than they do.
 """
 
 import copy
@@ -17,7 +19,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoHaConfig, LoraConfig, get_peft_model, get_peft_model_state_dict
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -50,12 +54,14 @@ LAYERS = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 CASES: dict[str, dict[str, Any] | None] = {
     "full": None,
     "lora": LAYERS,
-    "lora and whole modules": LAYERS | {"modules_to_save": ["embed_tokens", "norm"], "ensure_weight_tying": True},
+    "lora and whole modules": LAYERS
+    | {"modules_to_save": ["embed_tokens", "norm"], "ensure_weight_tying": True},
 }
 ADAPTED = [case for case in CASES if case != "full"]
 NAMES = {"plain": "none", "ddp": "ddp", "zero2": "zero1/2", "zero3": "zero3", "fsdp2": "fsdp2"}
 
-# Adam divides small gradients by their own size, which would turn the rounding of a sum in another order into a step.
+# Adam divides small gradients by their own size, which would turn the rounding of a sum in another
+# order into a step.
 PLAIN_STEPS = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 2}
 
 
@@ -63,13 +69,17 @@ class Stopped(Exception):
     """The consumer's own failure."""
 
 
-def make_trainer(model: str, recording: str, folder: Path, case: str, **settings: Any) -> AtroposGRPOTrainer:
-    config = AtroposGRPOConfig(**arguments(folder, replay_paths=[recording], **PLAIN_STEPS, **settings))
+def make_trainer(
+    model: str, recording: str, folder: Path, case: str, **settings: Any
+) -> AtroposGRPOTrainer:
+    config = AtroposGRPOConfig(
+        **arguments(folder, replay_paths=[recording], **PLAIN_STEPS, **settings)
+    )
     layers = CASES[case]
     return AtroposGRPOTrainer(model, config, peft_config=LoraConfig(**layers) if layers else None)
 
 
-# -------------------------------------------------------------------------------------------- in each of the processes
+# ------------------------------------------------------------------------- in each of the processes
 
 
 def main(kind: str, model: str, recording: str, folder: str) -> None:
@@ -81,10 +91,13 @@ def main(kind: str, model: str, recording: str, folder: str) -> None:
 
 
 def look(kind: str, model: str, recording: str, folder: Path, case: str) -> dict[str, Any]:
-    """Trains with a gathering after each step, and gathers once more, in every way and on the watch."""
+    """Trains with a gathering after each step, and gathers once more, in every way and on the
+    watch."""
     sharded = sharding_arguments(kind) if kind != "plain" else {}
     rows = ROWS if kind == "plain" else ROWS // 2
-    trainer = make_trainer(model, recording, folder / case, case, **{"per_device_train_batch_size": rows} | sharded)
+    trainer = make_trainer(
+        model, recording, folder / case, case, **{"per_device_train_batch_size": rows} | sharded
+    )
     trainer.add_callback(GatherAfterStep(trainer))
     trainer.train()
     wrapped, accelerator = trainer.model_wrapped, trainer.accelerator
@@ -98,10 +111,16 @@ def look(kind: str, model: str, recording: str, folder: Path, case: str) -> dict
     }
     forward_without_backward(wrapped)
     told["shapes"] = list(shapes_of(wrapped, accelerator).items())
-    told["as bfloat16"] = {dtype for _, dtype in shapes_of(wrapped, accelerator, torch.bfloat16).values()}
-    told["full"], told["most bytes"] = watched(inner, lambda: iter_full_parameters(wrapped, accelerator))
+    told["as bfloat16"] = {
+        dtype for _, dtype in shapes_of(wrapped, accelerator, torch.bfloat16).values()
+    }
+    told["full"], told["most bytes"] = watched(
+        inner, lambda: iter_full_parameters(wrapped, accelerator)
+    )
     halves = dict(clones(iter_full_parameters(wrapped, accelerator, torch.bfloat16)))
-    told["converted"] = all(halves[name].equal(whole.bfloat16()) for name, whole in told["full"].items())
+    told["converted"] = all(
+        halves[name].equal(whole.bfloat16()) for name, whole in told["full"].items()
+    )
     told["after exhaustion"] = changed(before, inner)
     told["after an error"] = changed(before, inner, abandon(wrapped, accelerator, by_error=True))
     told["after a close"] = changed(before, inner, abandon(wrapped, accelerator, by_error=False))
@@ -156,8 +175,12 @@ def changed(before: dict[str, torch.Tensor], model: torch.nn.Module, _: None = N
     after = local_parts(model)
     assert list(after) == list(before)
     differing = [name for name in before if not after[name].equal(before[name])]
-    whole = [name for name, p in model.named_parameters() if hasattr(p, "ds_tensor") and p.data.numel()]
-    marked = [name for name, module in model.named_modules() if getattr(module, "merged_adapters", None)]
+    whole = [
+        name for name, p in model.named_parameters() if hasattr(p, "ds_tensor") and p.data.numel()
+    ]
+    marked = [
+        name for name, module in model.named_modules() if getattr(module, "merged_adapters", None)
+    ]
     return differing + whole + marked
 
 
@@ -167,15 +190,20 @@ def gather_naively(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            return {
+                name: parameter.detach().clone() for name, parameter in model.named_parameters()
+            }
     return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+        .detach()
+        .clone()
         for name, parameter in model.named_parameters()
     }
 
 
 def forward_without_backward(wrapped: torch.nn.Module) -> None:
-    """As when a probe is scored. FSDP2 keeps some parameters whole after it, for a backward that never comes."""
+    """As when a probe is scored. FSDP2 keeps some parameters whole after it, for a backward that
+    never comes."""
     wrapped.eval()
     with torch.no_grad():
         wrapped(input_ids=torch.arange(12)[None])
@@ -184,17 +212,22 @@ def forward_without_backward(wrapped: torch.nn.Module) -> None:
     wrapped.train()
 
 
-def watched(model: torch.nn.Module, iterate: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], int]:
-    """What is yielded, and the most bytes beyond the model's that were alive at a yield, save for the copies kept."""
+def watched(
+    model: torch.nn.Module, iterate: Callable[[], Any]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """What is yielded, and the most bytes beyond the model's that were alive at a yield, save for
+    the copies kept."""
     gc.collect()
-    gc.freeze()  # what is there now is looked at no more: only tensors made from here on, and the model's own
+    # what is there now is looked at no more: only tensors made from here on, and the model's own
+    gc.freeze()
     usual = bytes_besides(model, set())
     seen, most = {}, 0
     try:
         for name, tensor in iterate():
             copies = {kept.untyped_storage().data_ptr() for kept in seen.values()}
             beyond = bytes_besides(model, copies) - usual
-            if beyond > most:  # what stays: not a cycle, nor what gloo's thread holds for a moment after a collective
+            # what stays: not a cycle, nor what gloo's thread holds for a moment after a collective
+            if beyond > most:
                 time.sleep(0.02)
                 gc.collect()
                 most = max(most, bytes_besides(model, copies) - usual)
@@ -206,11 +239,14 @@ def watched(model: torch.nn.Module, iterate: Callable[[], Any]) -> tuple[dict[st
 
 
 def bytes_besides(model: torch.nn.Module, copies: set[int]) -> int:
-    """Of the model and of all tensors made since the collector was frozen, but those at these addresses."""
+    """Of the model and of all tensors made since the collector was frozen, but those at these
+    addresses."""
     tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
     tensors += [getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters()]
     plain = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, DTensor)]
-    return sum({each.data_ptr(): each.nbytes() for each in plain if each.data_ptr() not in copies}.values())
+    return sum(
+        {each.data_ptr(): each.nbytes() for each in plain if each.data_ptr() not in copies}.values()
+    )
 
 
 def refusal_of_fsdp1() -> str:
@@ -220,7 +256,7 @@ def refusal_of_fsdp1() -> str:
     return str(refusal.value)
 
 
-# --------------------------------------------------------------------------------------------- sharded or not, trained
+# -------------------------------------------------------------------------- sharded or not, trained
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +270,10 @@ def ranks(request, tiny_model, recording, tmp_path_factory) -> list[dict[str, An
     """What each process of one kind told."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     if kind == "plain":
-        return [{case: look(kind, str(tiny_model), recording, folder, case) for case in CASES} | {"kind": kind}]
+        return [
+            {case: look(kind, str(tiny_model), recording, folder, case) for case in CASES}
+            | {"kind": kind}
+        ]
     launch(kind, 2, "tests.weights.test_gather", kind, str(tiny_model), recording, str(folder))
     return [torch.load(folder / f"{kind}-{rank}.pt") | {"kind": kind} for rank in (0, 1)]
 
@@ -245,9 +284,13 @@ def alone(tiny_model, recording, tmp_path_factory) -> dict[str, dict[str, torch.
     states = {}
     for case in CASES:
         folder = tmp_path_factory.mktemp("alone")
-        trainer = make_trainer(str(tiny_model), recording, folder, case, per_device_train_batch_size=ROWS)
+        trainer = make_trainer(
+            str(tiny_model), recording, folder, case, per_device_train_batch_size=ROWS
+        )
         trainer.train()
-        states[case] = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        states[case] = {
+            name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()
+        }
     return states
 
 
@@ -272,14 +315,18 @@ def test_the_processes_are_sharded_as_they_say(ranks):
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_and_order_are_the_plain_models_on_every_rank(tiny_model, ranks, case):
-    plain = [(name, (p.shape, torch.float32)) for name, p in load_policy(tiny_model).named_parameters()]
+    plain = [
+        (name, (p.shape, torch.float32)) for name, p in load_policy(tiny_model).named_parameters()
+    ]
     for told in ranks:
         assert told[case]["shapes"] == plain
         assert [(name, (t.shape, t.dtype)) for name, t in told[case]["full"].items()] == plain
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_between_gatherings_takes_the_steps_of_one_process_that_never_gathers(ranks, alone, case):
+def test_training_between_gatherings_takes_the_steps_of_one_process_that_never_gathers(
+    ranks, alone, case
+):
     for told in ranks:
         assert told[case]["raw"].keys() == alone[case].keys()
         for name, reference in alone[case].items():
@@ -298,11 +345,15 @@ def test_full_parameters_are_those_that_were_trained(tiny_model, ranks):
 def test_merged_parameters_are_those_of_merge_and_unload_bit_for_bit(tiny_model, ranks, case):
     start = dict(load_policy(tiny_model).named_parameters())
     for told in ranks:
-        merged = dict(adapted(tiny_model, case, told[case]["raw"]).merge_and_unload().named_parameters())
+        merged = dict(
+            adapted(tiny_model, case, told[case]["raw"]).merge_and_unload().named_parameters()
+        )
         assert merged.keys() == told[case]["full"].keys()
         for name, tensor in told[case]["full"].items():
             assert tensor.equal(merged[name]), name
-        trained = [name for name, tensor in told[case]["full"].items() if not tensor.equal(start[name])]
+        trained = [
+            name for name, tensor in told[case]["full"].items() if not tensor.equal(start[name])
+        ]
         assert {name.split(".")[-2] for name in trained} >= {"q_proj", "down_proj"}
         assert ("model.embed_tokens.weight" in trained) == (case != "lora")
 
@@ -310,7 +361,9 @@ def test_merged_parameters_are_those_of_merge_and_unload_bit_for_bit(tiny_model,
 def test_adapters_are_whole_and_have_the_names_of_pefts_checkpoints(tiny_model, ranks):
     for told in ranks:
         state = get_peft_model_state_dict(adapted(tiny_model, "lora", told["lora"]["raw"]))
-        assert told["lora"]["adapter"].keys() == state.keys() and "lora_A.weight" in next(iter(state))
+        assert told["lora"]["adapter"].keys() == state.keys() and "lora_A.weight" in next(
+            iter(state)
+        )
         assert all(told["lora"]["adapter"][name].equal(tensor) for name, tensor in state.items())
 
 
@@ -342,7 +395,7 @@ def test_fsdp1_is_refused(ranks):
             assert "FSDP version 1" in told["fsdp1"] and "`fsdp_version: 2`" in told["fsdp1"]
 
 
-# ----------------------------------------------------------------------------------------------- adapters of all kinds
+# ---------------------------------------------------------------------------- adapters of all kinds
 
 
 SMALL = {
@@ -371,14 +424,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_adapted(layers: dict[str, Any], dtype: torch.dtype = torch.float32, tied: bool = False) -> torch.nn.Module:
+def make_adapted(
+    layers: dict[str, Any], dtype: torch.dtype = torch.float32, tied: bool = False
+) -> torch.nn.Module:
     """A model of Qwen's with an adapter that changes something."""
     torch.manual_seed(0)
     if "target_parameters" in layers:
         base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS, tie_word_embeddings=tied))
     else:
         base = Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=tied))  # has biases
-    return get_peft_model(base.to(dtype), LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **layers))
+    return get_peft_model(
+        base.to(dtype), LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **layers)
+    )
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -401,17 +458,37 @@ def test_every_variant_is_merged_as_peft_does_and_left_as_it_was(variant, dtype)
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
     assert not any(getattr(module, "_caches", None) for module in model.modules())
     # If anything said that adapters are merged, this would merge none.
-    assert all(gathered[name].equal(tensor) for name, tensor in model.merge_and_unload().named_parameters())
+    assert all(
+        gathered[name].equal(tensor) for name, tensor in model.merge_and_unload().named_parameters()
+    )
 
 
 def test_a_conversion_spares_what_a_family_keeps_in_float32():
-    fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
-    config = AutoConfig.for_model("ernie4_5_moe", **fields, moe_num_experts=4, moe_k=2, num_attention_heads=4)
-    model, accelerator = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), Accelerator(cpu=True)
-    kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
+    fields = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(
+        "ernie4_5_moe", **fields, moe_num_experts=4, moe_k=2, num_attention_heads=4
+    )
+    model, accelerator = (
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+        Accelerator(cpu=True),
+    )
+    kept = {
+        name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32
+    }
     gathered = dict(iter_full_parameters(model, accelerator, torch.float16))
-    assert kept and {name for name, tensor in gathered.items() if tensor.dtype == torch.float32} == kept
-    assert {tensor.dtype for name, tensor in gathered.items() if name not in kept} == {torch.float16}
+    assert (
+        kept
+        and {name for name, tensor in gathered.items() if tensor.dtype == torch.float32} == kept
+    )
+    assert {tensor.dtype for name, tensor in gathered.items() if name not in kept} == {
+        torch.float16
+    }
     shapes = shapes_of(model, accelerator, torch.float16)
     assert shapes == {name: (tensor.shape, tensor.dtype) for name, tensor in gathered.items()}
 
@@ -419,7 +496,9 @@ def test_a_conversion_spares_what_a_family_keeps_in_float32():
 def test_activation_checkpointing_leaves_no_trace_in_the_names():
     """As FSDP2 applies it, that is by modules around the layers."""
     accelerator, plain, wrapped = Accelerator(cpu=True), make_adapted(DENSE), make_adapted(DENSE)
-    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer))
+    apply_activation_checkpointing(
+        wrapped, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer)
+    )
     assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_modules())
     for iterate in (iter_full_parameters, iter_adapter_parameters):
         expected = dict(iterate(plain, accelerator))
@@ -444,12 +523,16 @@ def test_a_merge_that_fails_leaves_the_model_as_it_was():
 def test_an_adapter_on_one_side_of_tied_weights_is_refused(layers):
     with pytest.warns(UserWarning):  # PEFT's own, which is easily missed
         model = make_adapted(layers, tied=True)
-    with pytest.raises(GatherError, match="`modules_to_save=\\['embed_tokens'\\]` with `ensure_weight_tying=True`"):
+    with pytest.raises(
+        GatherError, match="`modules_to_save=\\['embed_tokens'\\]` with `ensure_weight_tying=True`"
+    ):
         iter_full_parameters(model, Accelerator(cpu=True))
 
 
 def test_adapters_that_are_not_lora_are_refused():
-    loha = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**SMALL)), LoHaConfig(target_modules=["q_proj"]))
+    loha = get_peft_model(
+        Qwen2ForCausalLM(Qwen2Config(**SMALL)), LoHaConfig(target_modules=["q_proj"])
+    )
     tokens = make_adapted(DENSE | {"trainable_token_indices": [1, 2]})
     for model, seen in ((loha, "LOHA"), (tokens, "TrainableTokens")):
         with pytest.raises(GatherError, match=seen):
@@ -458,19 +541,26 @@ def test_adapters_that_are_not_lora_are_refused():
 
 def test_a_quantised_model_is_refused(tiny_model):
     config = AutoConfig.from_pretrained(tiny_model)
-    config.quantization_config = BitNetQuantConfig().to_dict()  # a quantiser that needs no library of its own
+    # a quantiser that needs no library of its own
+    config.quantization_config = BitNetQuantConfig().to_dict()
     model = AutoModelForCausalLM.from_pretrained(tiny_model, config=config)
     with pytest.raises(GatherError, match="quantised"):
         iter_full_parameters(model, Accelerator(cpu=True))
 
 
 def test_what_b_is_scaled_by_is_found_below_wrappers():
-    """FSDP's activation checkpointing wraps layers when training begins, under another name for each module."""
+    """FSDP's activation checkpointing wraps layers when training begins, under another name for
+    each module."""
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     model = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**SMALL)), adapter)
-    tensors = [ParameterSpec.of(n, p.shape, p.dtype) for n, p in iter_adapter_parameters(model, Accelerator())]
+    tensors = [
+        ParameterSpec.of(n, p.shape, p.dtype)
+        for n, p in iter_adapter_parameters(model, Accelerator())
+    ]
     before = _scales_of(model, tensors)
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer))
+    apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer)
+    )
     assert _scales_of(model, tensors) == before and set(before.values()) == {2.0}
 
 

@@ -1,18 +1,25 @@
-"""Tensors as a checkpoint has them, made from parameters one at a time: compared with what transformers saves."""
+"""Tensors as a checkpoint has them, made from parameters one at a time: compared with what
+transformers saves."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trl_atropos.weights.gather import CheckpointPlan, buffers_of
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
+from trl_atropos.weights.gather import buffers_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS = {
     "llama": {},
     "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "glm4_moe": {"n_routed_experts": 4, "first_k_dense_replace": 1},  # balances its router by a buffer
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    # balances its router by a buffer
+    "glm4_moe": {"n_routed_experts": 4, "first_k_dense_replace": 1},
     "hrm_text": {},  # stores gate and up, and all of the attention, in one tensor each
 }
 
@@ -20,7 +27,9 @@ MODELS = {
 def make(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **heads, **MODELS[model_type]))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **SIZES, **heads, **MODELS[model_type])
+    )
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -91,7 +100,10 @@ def test_an_end_before_a_tensor_is_complete_is_an_error():
 
 def test_the_shapes_may_be_given_for_a_model_whose_parameters_are_elsewhere():
     model = make("mixtral")
-    expected = {name: tensor.clone() for name, tensor in CheckpointPlan(model).tensors(model.named_parameters())}
+    expected = {
+        name: tensor.clone()
+        for name, tensor in CheckpointPlan(model).tensors(model.named_parameters())
+    }
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = torch.empty(0)

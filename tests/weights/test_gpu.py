@@ -18,7 +18,10 @@ from tests.weights.live import act_as, publish
 from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import sample, score
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 ALLOWED = {"0.6B": (0.2, 3e-2), "8B": (0.6, 0.15)}  # nats: largest and mean
 MODES = {
@@ -57,10 +60,12 @@ def models(server_model, tmp_path_factory):
 def trainer_and_server(
     name: str, model: str, recording: str, folder: Path, graphs: bool = False, **settings
 ) -> Iterator[tuple]:
-    """`graphs`: with compiled kernels and CUDA graphs, which take a minute to make and keep the weights' addresses."""
+    """`graphs`: with compiled kernels and CUDA graphs, which take a minute to make and keep the
+    weights' addresses."""
     mode, transport, adapter, transfer = MODES[name]
     flags = ["--vllm_mode", mode, "--dtype", "bfloat16", "--gpu-memory-utilization", "0.25"]
-    flags += ["--kv-cache-memory-bytes", str(4 << 30)]  # stated: vLLM cannot measure what others use meanwhile
+    # stated: vLLM cannot measure what others use meanwhile
+    flags += ["--kv-cache-memory-bytes", str(4 << 30)]
     flags += [] if graphs else ["--enforce-eager"]
     flags += ["--numerics", settings.get("numerics", "default")]
     flags += ["--enable-lora"] if adapter else []
@@ -72,7 +77,9 @@ def trainer_and_server(
         publisher = make_publisher(server, folder, mode, transport, timeout=120, **sleep)
         config = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear") if adapter else None
         init = {"model_init_kwargs": {"dtype": "bfloat16"}}
-        trainer = make_trainer(publisher, recording, model, folder, mode, config, **init, **settings)
+        trainer = make_trainer(
+            publisher, recording, model, folder, mode, config, **init, **settings
+        )
         assert type(publisher.transfer).__name__ == transfer
         try:
             yield trainer, server
@@ -85,7 +92,8 @@ def trainer_and_server(
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("size", ALLOWED)
 def test_the_server_samples_from_what_was_published(models, recording, tmp_path, size, name):
-    """After every publish, 32 random sequences agree, some longer than two KV blocks; the last version's do not."""
+    """After every publish, 32 random sequences agree, some longer than two KV blocks; the last
+    version's do not."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1000, (3 + 2 * i,), generator=generator).tolist() for i in range(32)]
     graphs = name in ("colocate", "nccl_lora on the device")
@@ -93,7 +101,9 @@ def test_the_server_samples_from_what_was_published(models, recording, tmp_path,
         publisher, model = trainer.policy_publisher, trainer.model
         publisher.hold()
         publish(trainer, lambda: None)  # the weights that the trainer has loaded
-        chosen = {key: p for key, p in model.named_parameters() if "layers.0." in key and p.requires_grad}
+        chosen = {
+            key: p for key, p in model.named_parameters() if "layers.0." in key and p.requires_grad
+        }
         for version in range(2, 5):
             before = {key: parameter.detach().clone() for key, parameter in chosen.items()}
             publisher.computing()
@@ -103,14 +113,18 @@ def test_the_server_samples_from_what_was_published(models, recording, tmp_path,
             sampled = torch.cat([row.logprobs for row in samples])
             error = (sampled - torch.cat(score(model, {}, samples))).abs()
             change = (sampled - torch.cat(score(model, before, samples))).abs()
-            print(f"{size} {name}: max {error.max():.3f} mean {error.mean():.4f} (before: mean {change.mean():.3f})")
+            print(
+                f"{size} {name}: max {error.max():.3f} mean {error.mean():.4f} (before: mean "
+                f"{change.mean():.3f})"
+            )
             assert error.max() <= ALLOWED[size][0] and error.mean() <= ALLOWED[size][1]
             assert change.mean() > 3 * error.mean()
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_training_keeps_both_in_step(models, recording, tmp_path, name):
-    """Real optimizer steps, with float32 masters where weights are trained, and a probe after each."""
+    """Real optimizer steps, with float32 masters where weights are trained, and a probe after
+    each."""
     settings = {"max_steps": 4, "learning_rate": 1e-5}
     with trainer_and_server(name, models("0.6B"), recording, tmp_path, **settings) as (trainer, _):
         trainer.train()
@@ -121,7 +135,10 @@ def test_training_keeps_both_in_step(models, recording, tmp_path, name):
 def test_bitwise_server_and_trainer_agree_to_the_last_bit(models, recording, tmp_path):
     """The probe, after each of these steps, allows nothing else."""
     settings = {"max_steps": 4, "learning_rate": 1e-5, "numerics": "bitwise"}
-    with trainer_and_server("colocate", models("0.6B"), recording, tmp_path, True, **settings) as (trainer, _):
+    with trainer_and_server("colocate", models("0.6B"), recording, tmp_path, True, **settings) as (
+        trainer,
+        _,
+    ):
         trainer.train()
         assert trainer.policy_publisher.policy_version == 4
         assert trainer.policy_publisher.probe_max_abs_diff == 0

@@ -1,7 +1,9 @@
-"""Training on fp32 masters of 16-bit parameters: as exact as fp32, in the same memory, through checkpoints.
+"""Training on fp32 masters of 16-bit parameters: as exact as fp32, in the same memory, through
+checkpoints.
 
-Nothing here needs a server: two parameters of the tiny model are strided views of larger memory, as they are where
-vLLM has fused or transposed them. The two processes of the last test are real; `main` is what they run.
+Nothing here needs a server: two parameters of the tiny model are strided views of larger memory, as
+they are where vLLM has fused or transposed them. The two processes of the last test are real;
+`main` is what they run.
 """
 
 import sys
@@ -51,16 +53,19 @@ def flat(tensors) -> torch.Tensor:
 
 def assert_rounded(model: PreTrainedModel, optimizer: MasterOptimizer) -> None:
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert {id(parameter) for parameter in params} == {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in params} == {
+        id(parameter) for parameter in model.parameters()
+    }
     for parameter, master in zip(params, optimizer.state_dict()["masters"], strict=True):
         assert torch.equal(parameter, master.to(parameter))
 
 
-# ----------------------------------------------------------------------------------------------------- exactness
+# ---------------------------------------------------------------------------------------- exactness
 
 
 def relative_error_of_update(optimizer_of, model: PreTrainedModel, gradients=None) -> float:
-    """|update - update in fp32| / |update in fp32| after 50 steps of AdamW; on own gradients if none are given."""
+    """|update - update in fp32| / |update in fp32| after 50 steps of AdamW; on own gradients if
+    none are given."""
     exact = load(Path(model.name_or_path), torch.float32)
     exact_optimizer = AdamW(groups_of(exact), lr=1e-6)
     optimizer = optimizer_of(groups_of(model))
@@ -76,7 +81,11 @@ def relative_error_of_update(optimizer_of, model: PreTrainedModel, gradients=Non
         for one in (optimizer, exact_optimizer):
             one.step()
             one.zero_grad()
-    trained = optimizer.state_dict()["masters"] if isinstance(optimizer, MasterOptimizer) else model.parameters()
+    trained = (
+        optimizer.state_dict()["masters"]
+        if isinstance(optimizer, MasterOptimizer)
+        else model.parameters()
+    )
     expected = flat(exact.parameters()) - start
     return ((flat(trained) - start - expected).norm() / expected.norm()).item()
 
@@ -84,16 +93,22 @@ def relative_error_of_update(optimizer_of, model: PreTrainedModel, gradients=Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_masters_take_the_updates_of_fp32_where_plain_16_bit_weights_lose_them(tiny_model, dtype):
     masters = relative_error_of_update(
-        lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6, fused=True), load(tiny_model, dtype), "of fp32"
+        lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6, fused=True),
+        load(tiny_model, dtype),
+        "of fp32",
     )
-    plain = relative_error_of_update(lambda groups: AdamW(groups, lr=1e-6), load(tiny_model, dtype), "of fp32")
+    plain = relative_error_of_update(
+        lambda groups: AdamW(groups, lr=1e-6), load(tiny_model, dtype), "of fp32"
+    )
     print(f"relative error of the update: masters {masters:.1e}, plain {plain:.2f}")
     assert masters < 1e-3
     assert not plain < 0.3  # NaN in float16, where Adam's epsilon is 0
 
 
 def test_on_gradients_of_their_own_forward_pass_masters_stay_near_fp32(tiny_model):
-    masters = relative_error_of_update(lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6), load(tiny_model))
+    masters = relative_error_of_update(
+        lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6), load(tiny_model)
+    )
     plain = relative_error_of_update(lambda groups: AdamW(groups, lr=1e-6), load(tiny_model))
     print(f"relative error of the update: masters {masters:.1e}, plain {plain:.2f}")
     assert masters < 0.1  # what a forward pass in bfloat16 costs
@@ -128,22 +143,30 @@ def test_gradients_of_eight_micro_batches_are_added_up_in_fp32(tiny_model, check
     before = flat(optimizer.state_dict()["masters"])
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.step()
-    assert (flat(optimizer.state_dict()["masters"]) - before).norm().item() == pytest.approx(1e-2, rel=1e-4)
+    assert (flat(optimizer.state_dict()["masters"]) - before).norm().item() == pytest.approx(
+        1e-2, rel=1e-4
+    )
 
 
-# -------------------------------------------------------------------------------------------------- as an optimizer
+# ---------------------------------------------------------------------------------- as an optimizer
 
 
 def test_a_step_writes_rounded_masters_into_the_parameters_own_memory(tiny_model):
     model = load(tiny_model)
     views = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assert sum(not view.is_contiguous() for view in views.values()) == 2 * model.config.num_hidden_layers
+    assert (
+        sum(not view.is_contiguous() for view in views.values())
+        == 2 * model.config.num_hidden_layers
+    )
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)
     backward(model, DATA[:4])
     optimizer.step()
     assert_rounded(model, optimizer)
     for name, parameter in model.named_parameters():
-        assert parameter.data_ptr() == views[name].data_ptr() and parameter.stride() == views[name].stride()
+        assert (
+            parameter.data_ptr() == views[name].data_ptr()
+            and parameter.stride() == views[name].stride()
+        )
         assert torch.equal(parameter, views[name])
 
 
@@ -201,7 +224,8 @@ def test_what_something_else_writes_to_the_parameters_is_kept(tiny_model):
     first, second, *_ = model.parameters()
     with torch.no_grad():
         first.fill_(3.0)
-        second.mul_(1.0)  # writes what is there, as DDP's broadcast does: the master keeps what was rounded away
+        # writes what is there, as DDP's broadcast does: the master keeps what was rounded away
+        second.mul_(1.0)
     masters = optimizer.state_dict()["masters"]
     assert masters[0].unique().tolist() == [3.0]
     assert torch.equal(masters[1], untouched)
@@ -254,7 +278,9 @@ def test_offloaded_masters_are_stepped_by_the_cores_of_their_process(tiny_model,
     try:
         torch.set_num_threads(1)  # as accelerate's launcher has it
         for cores in (8, 128, 2):
-            monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+            monkeypatch.setattr(
+                "os.sched_getaffinity", lambda process, cores=cores: set(range(cores))
+            )
             optimizer.step()
             assert torch.get_num_threads() == 1
     finally:
@@ -274,7 +300,7 @@ def test_offloaded_masters_are_stepped_by_the_cores_of_their_process(tiny_model,
 def test_offloaded_masters_are_stepped_in_parts(sizes, parts, in_flight, monkeypatch):
     monkeypatch.setattr(masters, "PART", 10)
     assert masters.parts_of(sizes) == parts
-    assert masters.values_on_their_way(sizes) == in_flight
+    assert masters.gradients_in_flight(sizes) == in_flight
 
 
 def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model):
@@ -329,7 +355,7 @@ def test_offloaded_masters_take_the_same_steps(tiny_model, device, part, monkeyp
         torch.testing.assert_close(master, one.cpu(), rtol=tolerance, atol=tolerance)
 
 
-# ------------------------------------------------------------------------------------------------- with the Trainer
+# --------------------------------------------------------------------------------- with the Trainer
 
 
 class MasterTrainer(Trainer):
@@ -356,7 +382,9 @@ def make_trainer(model: Path, folder: Path, **settings) -> MasterTrainer:
         weight_decay=0.1,
         **settings,
     )
-    return MasterTrainer(load(model), args, train_dataset=[{"input_ids": row, "labels": row} for row in DATA])
+    return MasterTrainer(
+        load(model), args, train_dataset=[{"input_ids": row, "labels": row} for row in DATA]
+    )
 
 
 def masters_of(trainer: MasterTrainer) -> MasterOptimizer:
@@ -372,23 +400,33 @@ def test_a_resumed_run_ends_with_masters_state_and_weights_of_one_that_was_not_i
     resumed = make_trainer(tiny_model, tmp_path, optim=optim, save_strategy="no")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     expected, state = masters_of(straight).state_dict(), masters_of(resumed).state_dict()
-    assert all(torch.equal(*pair) for pair in zip(state["masters"], expected["masters"], strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(state["masters"], expected["masters"], strict=True)
+    )
     torch.testing.assert_close(state["inner"], expected["inner"], rtol=0, atol=0)
     assert all(
-        torch.equal(*pair) for pair in zip(resumed.model.parameters(), straight.model.parameters(), strict=True)
+        torch.equal(*pair)
+        for pair in zip(resumed.model.parameters(), straight.model.parameters(), strict=True)
     )
     assert_rounded(resumed.model, masters_of(resumed))
     assert masters_of(straight).param_groups[0]["weight_decay"] == 0.1
-    assert masters_of(straight).param_groups[1]["weight_decay"] == 0.0  # as transformers groups them
+    # as transformers groups them
+    assert masters_of(straight).param_groups[1]["weight_decay"] == 0.0
 
 
 def test_loading_sets_the_parameters_to_the_rounded_masters(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)
-    saved = {**optimizer.state_dict(), "masters": [master + 1 / 3 for master in optimizer.state_dict()["masters"]]}
+    saved = {
+        **optimizer.state_dict(),
+        "masters": [master + 1 / 3 for master in optimizer.state_dict()["masters"]],
+    }
     optimizer.load_state_dict(saved)
     assert_rounded(model, optimizer)
-    assert all(torch.equal(*pair) for pair in zip(optimizer.state_dict()["masters"], saved["masters"], strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(optimizer.state_dict()["masters"], saved["masters"], strict=True)
+    )
 
 
 def test_a_checkpoint_without_masters_is_taken_over(tiny_model, caplog):
@@ -436,7 +474,7 @@ def test_optimizers_that_cannot_have_masters_are_refused(tiny_model, tmp_path):
         use_masters(schedule_free)
 
 
-# ------------------------------------------------------------------------------------------------------ two processes
+# ------------------------------------------------------------------------------------ two processes
 
 SUM_OF_FOUR = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.05, "save_strategy": "no"}
 
@@ -473,7 +511,8 @@ def test_two_processes_end_with_the_weights_of_one(tiny_model, tmp_path):
     expected = flat(masters_of(alone).state_dict()["masters"])
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     assert [told["wrapped"] for told in ranks] == ["DistributedDataParallel"] * 2
-    assert [told["reductions"] for told in ranks] == [SUM_OF_FOUR["max_steps"]] * 2  # not at every micro-batch
+    # not at every micro-batch
+    assert [told["reductions"] for told in ranks] == [SUM_OF_FOUR["max_steps"]] * 2
     assert torch.equal(*(flat(told["masters"]) for told in ranks))
     for told in ranks:
         one, other = told["one-sided"]

@@ -38,16 +38,20 @@ FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 BATCHES = 4  # from the environment
 PUBLISHES = 50 if FULL else 6
 WHOLE_REQUESTS = 30  # of the clients, that are compared token by token
-# `nccl_lora` sends the same adapter the same way; that the base is shared with it is seen by the other tests.
+# `nccl_lora` sends the same adapter the same way; that the base is shared with it is seen by the
+# other tests.
 SEEN_ELSEWHERE = "colocate with an adapter"
-AGREEING = [pytest.param(name, marks=pytest.mark.full) if name == SEEN_ELSEWHERE else name for name in MODES]
+AGREEING = [
+    pytest.param(name, marks=pytest.mark.full) if name == SEEN_ELSEWHERE else name for name in MODES
+]
 LONG_PROMPT = [64, 65, 66, 28] * 40
 
 
 class FewBatches(AtroposSource):
     """
-    The environment's batches, and when `BATCHES` have come, the same ones again. Without those whose scores are all
-    equal, as one in ten is in the beginning: if it were the first, its step would change no weight.
+    The environment's batches, and when `BATCHES` have come, the same ones again. Without those
+    whose scores are all equal, as one in ten is in the beginning: if it were the first, its step
+    would change no weight.
     """
 
     def start(self, run):
@@ -66,7 +70,8 @@ class FewBatches(AtroposSource):
 
 @contextmanager
 def rollouts(live: Live, folder: Path) -> Iterator[RolloutSource]:
-    """From a real environment where it can tell most: on a server that shares its memory. Else recorded ones."""
+    """From a real environment where it can tell most: on a server that shares its memory. Else
+    recorded ones."""
     if FULL or live.mode.vllm_mode == "colocate":
         with environment(live, folder) as atropos:
             yield FewBatches(atropos)
@@ -81,7 +86,15 @@ def environment(live: Live, folder: Path) -> Iterator[str]:
     script = str(ROOT / "recipes/quickstart/environment.py")
     with Services(folder / "logs") as services:
         port = atropos.rpartition(":")[2]
-        api = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", port]
+        api = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+        ]
         services.start("atropos", api, health_url=f"{atropos}/")
         services.wait_healthy("atropos", 60)
         # fmt: off
@@ -96,13 +109,19 @@ def environment(live: Live, folder: Path) -> Iterator[str]:
 
 @pytest.mark.timeout(1800 if FULL else 1200)  # a minute on two idle cores
 @pytest.mark.parametrize("live", AGREEING, indirect=True)
-def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(live: Live, tmp_path):
+def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(
+    live: Live, tmp_path
+):
     restarts = live.mode.vllm_mode == "restart"
     every = BATCHES if restarts and not FULL else 1  # a restart takes as long as a start
     publisher = live.publisher(WatchedPublisher, sync_every_n_steps=every)
-    # Adapters need more to move at all. With 1e-2, they make the residual stream of some tokens nearly cancel, where
-    # float32 rounds off more than the tolerance.
-    settings = {"max_steps": PUBLISHES, "learning_rate": 2e-3 if live.mode.lora else 5e-4, "temperature": 1.0}
+    # Adapters need more to move at all. With 1e-2, they make the residual stream of some tokens
+    # nearly cancel, where float32 rounds off more than the tolerance.
+    settings = {
+        "max_steps": PUBLISHES,
+        "learning_rate": 2e-3 if live.mode.lora else 5e-4,
+        "temperature": 1.0,
+    }
     settings |= {
         "per_device_train_batch_size": 32,
         "loss_type": "dr_grpo",
@@ -115,8 +134,14 @@ def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_f
         with Clients(live.server) as clients:
             trainer.train()
         sampled = [request for request in clients.requests if request.sampled is not None]
-        check_whole(publisher, trainer.model, [r.sampled for r in sampled if r.began > publisher.seen[0].ended])
-    assert [one.version for one in publisher.seen] == sorted({*range(0, PUBLISHES + 1, every), PUBLISHES})
+        check_whole(
+            publisher,
+            trainer.model,
+            [r.sampled for r in sampled if r.began > publisher.seen[0].ended],
+        )
+    assert [one.version for one in publisher.seen] == sorted(
+        {*range(0, PUBLISHES + 1, every), PUBLISHES}
+    )
     compared = [one for one in publisher.seen if one.error is not None]
     assert {one.version for one in compared} >= set(range(0, BATCHES + 1, every))
     wrong = [(one.version, one.error) for one in compared if one.error > tolerance(publisher)]
@@ -128,19 +153,36 @@ def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_f
     assert [request.failure for request in clients.requests if request.failure] == []
     assert {request.route for request in clients.requests} == {"/generate", "/v1/completions"}
     if restarts:  # what was in flight has finished before, what came meanwhile has waited
-        assert all(any(r.began < one.began < r.ended < one.ended for r in sampled) for one in others)
-        assert all(any(one.began < r.began < one.ended < r.ended for r in sampled) for one in others)
+        assert all(
+            any(r.began < one.began < r.ended < one.ended for r in sampled) for one in others
+        )
+        assert all(
+            any(one.began < r.began < one.ended < r.ended for r in sampled) for one in others
+        )
     else:
-        quiet = [one for one in others if not one.crossed and not any(crosses(request, one) for request in sampled)]
+        quiet = [
+            one
+            for one in others
+            if not one.crossed and not any(crosses(request, one) for request in sampled)
+        ]
         assert [one.version for one in quiet] == []
 
 
-def check_whole(publisher: WatchedPublisher, model: torch.nn.Module, samples: list[Sampled]) -> None:
-    """Requests that end with the version that they began with have it in every token, whatever was published."""
-    whole = sorted((row for row in samples if row.begun == row.ended), key=lambda row: len(row.tokens))
+def check_whole(
+    publisher: WatchedPublisher, model: torch.nn.Module, samples: list[Sampled]
+) -> None:
+    """Requests that end with the version that they began with have it in every token, whatever was
+    published."""
+    whole = sorted(
+        (row for row in samples if row.begun == row.ended), key=lambda row: len(row.tokens)
+    )
     for row in whole[-WHOLE_REQUESTS:]:
         difference = (row.logprobs - score(model, publisher.weights[row.begun], [row])[0]).abs()
-        assert difference.max() <= tolerance(publisher), (row.begun, len(row.prompt), difference.tolist())
+        assert difference.max() <= tolerance(publisher), (
+            row.begun,
+            len(row.prompt),
+            difference.tolist(),
+        )
 
 
 def crosses(request: Request, one: Publish) -> bool:
@@ -150,7 +192,8 @@ def crosses(request: Request, one: Publish) -> bool:
 
 
 def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[torch.Tensor]]:
-    """One long request with some publishes in its midst, and the log-probabilities that each version gives to it."""
+    """One long request with some publishes in its midst, and the log-probabilities that each
+    version gives to it."""
     trainer.policy_publisher.hold()
     publish(trainer, lambda: None)
     versions = [snapshot(trainer.model)]
@@ -171,7 +214,9 @@ def matches(sampled: Sampled, scored: torch.Tensor, publisher) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("live", FULL_WEIGHTS, indirect=True)
-def test_a_request_in_flight_has_the_old_weights_before_the_publish_and_the_new_ones_after_it(live: Live):
+def test_a_request_in_flight_has_the_old_weights_before_the_publish_and_the_new_ones_after_it(
+    live: Live,
+):
     publisher = live.publisher(probe_every_n_steps=0)
     with live.trainer(publisher) as trainer:
         sampled, (old, new) = sample_across(trainer, live, publishes=1)
@@ -195,12 +240,16 @@ def test_a_request_in_flight_keeps_its_adapter_through_a_publish(live: Live):
 
 
 @pytest.mark.parametrize("live", ["nccl_lora", "colocate with an adapter"], indirect=True)
-def test_a_request_whose_adapter_is_overwritten_goes_from_its_version_to_the_one_after_the_next(live: Live):
+def test_a_request_whose_adapter_is_overwritten_goes_from_its_version_to_the_one_after_the_next(
+    live: Live,
+):
     publisher = live.publisher(probe_every_n_steps=0)
     with live.trainer(publisher) as trainer:
         sampled, (old, between, new) = sample_across(trainer, live, publishes=2)
         version = publisher.policy_version
-    is_old, is_between, is_new = (matches(sampled, scored, publisher) for scored in (old, between, new))
+    is_old, is_between, is_new = (
+        matches(sampled, scored, publisher) for scored in (old, between, new)
+    )
     switch = int(is_old.long().argmin())
     assert 0 < switch < len(sampled.tokens), "the second publish did not fall into the request"
     assert is_new[switch:].all()
@@ -220,7 +269,9 @@ def test_a_request_keeps_an_adapter_of_files_through_two_publishes(live: Live):
 
 
 @pytest.mark.parametrize("live", [name for name in MODES if name != "restart"], indirect=True)
-def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_same_versions(live: Live):
+def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_same_versions(
+    live: Live,
+):
     publisher = live.publisher()
     with live.trainer(publisher, max_steps=2) as trainer:
         trainer.train()
@@ -229,7 +280,7 @@ def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_sam
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
-# ------------------------------------------------------------------ the same rollouts give the same run in every mode
+# ------------------------------------------------ the same rollouts give the same run in every mode
 
 EQUAL_STEPS = {"max_steps": 6, "learning_rate": 1e-3}
 
@@ -251,7 +302,11 @@ def train(trainer) -> Run:
     with torch.enable_grad():
         trainer.train()
     logs = step_logs(trainer)
-    trained = {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trained = {
+        name: p.detach().cpu().clone()
+        for name, p in trainer.model.named_parameters()
+        if p.requires_grad
+    }
     return Run([log["loss"] for log in logs], [log["grad_norm"] for log in logs], trained)
 
 
@@ -264,14 +319,21 @@ def alone(server_model, recording, tmp_path_factory) -> dict[bool, Run]:
         peft_config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if lora else None
         runs[lora] = train(
             trainers.make_trainer(
-                NullPublisher(), recording, server_model, folder, peft_config=peft_config, **EQUAL_STEPS
+                NullPublisher(),
+                recording,
+                server_model,
+                folder,
+                peft_config=peft_config,
+                **EQUAL_STEPS,
             )
         )
     return runs
 
 
 # A restart leaves the trainer alone: what it serves afterwards is seen above.
-EQUAL_RUNS = [pytest.param(name, marks=pytest.mark.full) if name == "restart" else name for name in MODES]
+EQUAL_RUNS = [
+    pytest.param(name, marks=pytest.mark.full) if name == "restart" else name for name in MODES
+]
 
 
 @pytest.mark.parametrize("live", EQUAL_RUNS, indirect=True)
@@ -298,7 +360,11 @@ def say(live: Live, route: str, **body) -> str:
     reply = requests.post(f"{live.server.url}/v1/{route}", json=GREEDY | body, timeout=60)
     assert reply.status_code == 200, reply.text
     said = reply.json()
-    return said["choices"][0]["message"]["content"] if "choices" in said else said["output"][-1]["content"][0]["text"]
+    return (
+        said["choices"][0]["message"]["content"]
+        if "choices" in said
+        else said["output"][-1]["content"][0]["text"]
+    )
 
 
 @pytest.mark.parametrize("live", ADAPTERS, indirect=True)
@@ -311,7 +377,8 @@ def test_every_route_samples_from_the_adapter_that_is_trained(live: Live):
         after = say(live, "chat/completions", messages=CHAT, max_tokens=40)
         assert after != before, "the publish changed too little"
         assert say(live, "responses", input="say something", max_output_tokens=40) == after
-        base = {"model": live.server.model}  # what some routes take for the model without the adapter
+        # what some routes take for the model without the adapter
+        base = {"model": live.server.model}
         assert say(live, "responses", input="say something", max_output_tokens=40, **base) == after
 
 
@@ -327,5 +394,7 @@ def test_only_who_has_the_token_loads_and_unloads_adapters(live: Live):
         reply = requests.request(method, live.server.url + route, json=body, timeout=10)
         assert reply.status_code == 401, (route, reply.text)
         token = {"authorization": f"Bearer {live.server.token}"}
-        known = requests.request(method, live.server.url + route, json=body, headers=token, timeout=10)
+        known = requests.request(
+            method, live.server.url + route, json=body, headers=token, timeout=10
+        )
         assert known.status_code in (400, 404), known.text  # vLLM's own answer

@@ -1,4 +1,5 @@
-"""The pair of server and trainer holds the weights once: measured from the kernel's own accounts of both processes."""
+"""The pair of server and trainer holds the weights once: measured from the kernel's own accounts of
+both processes."""
 
 import ctypes
 import gc
@@ -16,14 +17,17 @@ from trl_atropos import AtroposGRPOConfig
 pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="reads the kernel's accounts of memory on the CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="reads the kernel's accounts of memory on the CPU"
+    ),
 ]
 
 MAPPING = "memfd:trl_atropos_weights"
 
 
 def accounts(pid: int) -> dict[str, int]:
-    """Bytes of the shared weights (`shared_rss`, `shared_pss`), and private bytes of everything else."""
+    """Bytes of the shared weights (`shared_rss`, `shared_pss`), and private bytes of everything
+    else."""
     totals, shared = {"shared_rss": 0, "shared_pss": 0, "private": 0}, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -80,5 +84,8 @@ def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path)
     assert sampler["shared_rss"] == pytest.approx(size, rel=0.1)
     pair = trainer["shared_pss"] + sampler["shared_pss"]
     private = max(0, trainer["private"] - private_before) + max(0, sampler["private"] - small)
-    print(f"weights {size / 1e6:.1f} MB: shared by the pair {pair / 1e6:.1f} MB, private {private / 1e6:.1f} MB more")
+    print(
+        f"weights {size / 1e6:.1f} MB: shared by the pair {pair / 1e6:.1f} MB, private "
+        f"{private / 1e6:.1f} MB more"
+    )
     assert pair + private == pytest.approx(size, rel=0.1)

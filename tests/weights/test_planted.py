@@ -13,8 +13,14 @@ pytestmark = pytest.mark.slow(60)
 
 STOPPED = {
     ("server", "a parameter is replaced"): ("FingerprintError", REPLACED),
-    ("server", "an attention scale is doubled"): ("FingerprintError", "model.layers.1.self_attn.attn.impl.scale"),
-    ("server", "a rotary table is off by one"): ("FingerprintError", "self_attn.rotary_emb.cos_sin_cache"),
+    ("server", "an attention scale is doubled"): (
+        "FingerprintError",
+        "model.layers.1.self_attn.attn.impl.scale",
+    ),
+    ("server", "a rotary table is off by one"): (
+        "FingerprintError",
+        "self_attn.rotary_emb.cos_sin_cache",
+    ),
     ("server", "a kernel computes something else"): ("ProbeError", "More than 0.1 is no rounding"),
     ("colocate", "a parameter is replaced"): ("FingerprintError", REPLACED),
 }
@@ -22,7 +28,9 @@ STOPPED = {
 
 def plant(*arguments: str) -> dict[str, dict[str, str]]:
     command = [sys.executable, "-m", "tests.weights.planted", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     return json.loads(line.removeprefix("found "))

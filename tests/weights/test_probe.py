@@ -1,5 +1,5 @@
-"""When the probe runs, how far it looks, and what its first look changes. What it sees on a live server is in
-`test_colocate.py`."""
+"""When the probe runs, how far it looks, and what its first look changes. What it sees on a live
+server is in `test_colocate.py`."""
 
 import math
 from types import SimpleNamespace
@@ -9,22 +9,20 @@ import torch
 from transformers import AutoConfig
 
 from tests.rollout_factory import make_trainer, uniform_batch
-from trl_atropos.weights.probe import (
-    LEAST_APART,
-    LONG_EVERY,
-    MAX_SHARE,
-    Probe,
+from trl_atropos.weights.model_setup import num_positions
+from trl_atropos.weights.probe import Probe
+from trl_atropos.weights.probe_schedule import LEAST_APART, LONG_EVERY, MAX_SHARE, Schedule
+from trl_atropos.weights.tolerance import (
     ProbeResult,
     RoundingWarnings,
-    Schedule,
     Tolerance,
-    num_positions,
     rounding_limit,
 )
 
 
 def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[list[int], float]:
-    """Publishes that are probed in a run whose steps and probes take so many seconds, and the share of the probes."""
+    """Publishes that are probed in a run whose steps and probes take so many seconds, and the share
+    of the probes."""
     schedule, now, found = Schedule(every), 100.0, []
     for publish in range(steps + 1):  # the first one is before the first step
         now += step if publish else 0.0
@@ -42,7 +40,9 @@ def test_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step
     last_one = 0.107 / (2000 * step)  # which is run in any case
     assert share <= MAX_SHARE + last_one
     # Nor less often than they may.
-    assert len(found) > 2 and (share > 0.5 * MAX_SHARE or found[:-1] == list(range(0, 2000, LEAST_APART)))
+    assert len(found) > 2 and (
+        share > 0.5 * MAX_SHARE or found[:-1] == list(range(0, 2000, LEAST_APART))
+    )
 
 
 def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
@@ -112,7 +112,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     ("dtypes", "first_mean", "limit"),
     [
-        # Twice what was seen of each healthy run, at least. First probe -> later, in nats in the mean:
+        # Twice what was seen of each healthy run, at least. First probe -> later, in nats in the
+        # mean:
         ({BF16}, 0.002, 0.1),  # the quickstart on a GPU: 0.005 after 120 steps
         ({BF16}, 0.006, 0.1),  # the arithmetic recipe on the CPU: 0.013 after 150 steps
         ({BF16}, 0.02, 0.2),  # random weights of the 0.6B shape
@@ -125,7 +126,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ({FP32}, 2e-3, 2e-2),  # the most that a first probe may show
     ],
 )
-def test_the_limit_of_rounding_is_ten_times_the_first_probe_within_bounds(dtypes, first_mean, limit):
+def test_the_limit_of_rounding_is_ten_times_the_first_probe_within_bounds(
+    dtypes, first_mean, limit
+):
     assert rounding_limit(dtypes, first_mean) == pytest.approx(limit, rel=1e-12)
 
 

@@ -1,5 +1,6 @@
-"""Which of an optimizer's steps are published, and as which versions. Nothing here needs a server: a transfer to none
-of them notes what it was asked to do. The optimizers are accelerate's own, with a real gradient scaler."""
+"""Which of an optimizer's steps are published, and as which versions. Nothing here needs a server:
+a transfer to none of them notes what it was asked to do. The optimizers are accelerate's own, with
+a real gradient scaler."""
 
 from concurrent.futures import Future
 from itertools import chain
@@ -46,10 +47,13 @@ class Policy:
         Accelerator(cpu=True)  # the state that accelerate's optimizer looks at
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         self.parameter = torch.nn.Parameter(torch.zeros(1))
-        self.optimizer = AcceleratedOptimizer(torch.optim.SGD([self.parameter], lr=1.0), scaler=self.scaler)
+        self.optimizer = AcceleratedOptimizer(
+            torch.optim.SGD([self.parameter], lr=1.0), scaler=self.scaler
+        )
 
     def step(self, factor: float = 1.0, synchronizes: bool = True) -> None:
-        """A backward pass and a step, as in a loop with `Accelerator.accumulate`, which steps at each micro-batch."""
+        """A backward pass and a step, as in a loop with `Accelerator.accumulate`, which steps at
+        each micro-batch."""
         state = self.optimizer.gradient_state
         state._set_sync_gradients(synchronizes)
         try:
@@ -76,9 +80,12 @@ def publisher(request) -> PolicyPublisher:
 
 
 def assert_published(publisher: PolicyPublisher, *versions: int) -> None:
-    """Since the last call, these were published and no others. The publisher to nobody only counts."""
+    """Since the last call, these were published and no others. The publisher to nobody only
+    counts."""
     if isinstance(publisher, ServerPublisher):
-        told = [("pause", "let begin", f"send {version}", f"resume {version}") for version in versions]
+        told = [
+            ("pause", "let begin", f"send {version}", f"resume {version}") for version in versions
+        ]
         assert publisher.transfer.asked == [*chain.from_iterable(told)]
         publisher.transfer.asked.clear()
     assert publisher.policy_version == publisher.trainer_version
@@ -130,5 +137,11 @@ def test_with_every_second_step_published_the_server_is_up_to_one_version_behind
     for state.global_step in range(5):
         policy.step()
         versions.append((publisher.trainer_version, publisher.policy_version))
-    assert versions == [(1, 0), (2, 2), (3, 2), (4, 4), (5, 5)]  # what is saved at the end is served
-    assert [one for one in transfer.asked if one.startswith("send")] == ["send 0", "send 2", "send 4", "send 5"]
+    # what is saved at the end is served
+    assert versions == [(1, 0), (2, 2), (3, 2), (4, 4), (5, 5)]
+    assert [one for one in transfer.asked if one.startswith("send")] == [
+        "send 0",
+        "send 2",
+        "send 4",
+        "send 5",
+    ]

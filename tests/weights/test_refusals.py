@@ -1,4 +1,5 @@
-"""What cannot work with a server is refused before training, in one message that names the way out."""
+"""What cannot work with a server is refused before training, in one message that names the way
+out."""
 
 import json
 import shutil
@@ -31,7 +32,11 @@ Build = Callable[..., AtroposGRPOTrainer]
 
 def adapter(mode: str = "nccl_lora", **settings) -> PeftConfig | None:
     """What a mode trains, if that is an adapter."""
-    return LoraConfig(**{"r": 8, "target_modules": "all-linear", **settings}) if mode in ADAPTER_MODES else None
+    return (
+        LoraConfig(**{"r": 8, "target_modules": "all-linear", **settings})
+        if mode in ADAPTER_MODES
+        else None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,9 @@ def lora_server(server_model, tmp_path_factory) -> Iterator[Server]:
     """A server for adapters. Nothing here changes its base model."""
     folder = tmp_path_factory.mktemp("lora_server")
     # `lora` is `nccl_lora` and a variable of the environment.
-    with running_server(server_model, folder, "--vllm_mode", "lora", "--max-lora-rank", "8") as running:
+    with running_server(
+        server_model, folder, "--vllm_mode", "lora", "--max-lora-rank", "8"
+    ) as running:
         yield running
 
 
@@ -47,11 +54,24 @@ def lora_server(server_model, tmp_path_factory) -> Iterator[Server]:
 def build(recording, tmp_path) -> Build:
     """`build(server, mode, peft_config)` makes a trainer of that mode on that server."""
 
-    def build(server: Server, mode: str, peft_config=None, model: Any = None, transport: str = "auto", **more):
+    def build(
+        server: Server,
+        mode: str,
+        peft_config=None,
+        model: Any = None,
+        transport: str = "auto",
+        **more,
+    ):
         publisher = make_publisher(server, tmp_path, mode, transport)
         chosen = model or server.model
         return trainers.make_trainer(
-            publisher, recording, chosen, tmp_path, mode=mode, peft_config=peft_config, **{"max_steps": 2} | more
+            publisher,
+            recording,
+            chosen,
+            tmp_path,
+            mode=mode,
+            peft_config=peft_config,
+            **{"max_steps": 2} | more,
         )
 
     return build
@@ -87,30 +107,28 @@ def another_trainer(server: Server) -> Iterator[None]:
         client.release_lease()
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
+# ----------------------------------------------------------------------------------------- adapters
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 def test_a_mode_of_adapters_needs_an_adapter(lora_server, build, mode):
-    with pytest.raises(AttachError, match=r"the run has none: set `use_peft: true`.*or use `vllm_mode: colocate`"):
+    with pytest.raises(
+        AttachError, match=r"the run has none: set `use_peft: true`.*or use `vllm_mode: colocate`"
+    ):
         build(lora_server, mode)
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 @pytest.mark.parametrize("ranks", [{"r": 16}, {"r": 4, "rank_pattern": {"q_proj": 16}}])
 def test_a_rank_above_the_servers_is_refused(lora_server, build, mode, ranks):
-    message = (
-        r"rank is 16, the server's largest 8: start the server with `--max-lora-rank 16` or more, or lower `lora_r"
-    )
+    message = r"rank is 16, the server's largest 8: start the server with `--max-lora-rank 16` or more, or lower `lora_r"
     with pytest.raises(AttachError, match=message):
         build(lora_server, mode, adapter(**ranks))
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 def test_modules_that_are_saved_whole_are_refused(lora_server, build, mode):
-    message = (
-        r"`modules_to_save: norm`.* trains whole modules.*Leave `modules_to_save` out, or use `vllm_mode: server`"
-    )
+    message = r"`modules_to_save: norm`.* trains whole modules.*Leave `modules_to_save` out, or use `vllm_mode: server`"
     with pytest.raises(RecipeError, match=message):
         build(lora_server, mode, adapter(modules_to_save=["norm"]))
 
@@ -118,7 +136,9 @@ def test_modules_that_are_saved_whole_are_refused(lora_server, build, mode):
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 def test_an_adapter_of_another_kind_is_refused(lora_server, build, mode):
     other = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    with pytest.raises(RecipeError, match=r"type IA3 cannot be served by vLLM.* Use a `LoraConfig`"):
+    with pytest.raises(
+        RecipeError, match=r"type IA3 cannot be served by vLLM.* Use a `LoraConfig`"
+    ):
         build(lora_server, mode, other)
 
 
@@ -150,7 +170,7 @@ def test_a_server_without_adapters_is_refused(server, build, mode):
         build(server, mode, adapter())
 
 
-# ----------------------------------------------------------------------------------------------------- another trainer
+# ---------------------------------------------------------------------------------- another trainer
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,20 +191,21 @@ def test_a_refused_trainer_leaves_the_server_to_the_next(lora_server, build, mod
     assert lora_server.generate(prompt="a", max_tokens=1).status_code == 200
 
 
-# ------------------------------------------------------------------------------------------------------- another model
+# ------------------------------------------------------------------------------------ another model
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_another_tokenizer_is_refused(lora_server, build, mode, other_tokenizer):
-    message = "(?s)other_tokenizer.*different vocabularies, so the same ids mean different text. Give both the same"
+    message = (
+        "(?s)other_tokenizer.*different vocabularies, so the same ids mean different text. "
+        "Give both the same"
+    )
     with pytest.raises(AttachError, match=message):
         build(lora_server, mode, adapter(mode), other_tokenizer)
 
 
 def test_one_memory_of_other_weights_is_refused(server, build, other_weights):
-    message = (
-        r"weights differ .*start it again on the model that the trainer loads. \(The server has .*, the trainer .*oth"
-    )
+    message = r"weights differ .*start it again on the model that the trainer loads. \(The server has .*, the trainer .*oth"
     with pytest.raises(AttachError, match=message):
         build(server, "colocate", model=other_weights)
 
@@ -199,21 +220,23 @@ def test_weights_that_are_sent_replace_other_weights(server, make_trainer, build
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_an_adapter_on_another_base_is_found_out_by_the_first_probe(lora_server, build, mode, other_weights):
+def test_an_adapter_on_another_base_is_found_out_by_the_first_probe(
+    lora_server, build, mode, other_weights
+):
     trainer = build(lora_server, mode, adapter(), other_weights)
-    with pytest.raises(ProbeError, match="After publishing policy version 0, the server and the trainer disagree"):
+    with pytest.raises(
+        ProbeError, match="After publishing policy version 0, the server and the trainer disagree"
+    ):
         trainer.train()
 
 
-# ------------------------------------------------------------------------------------------------- servers and the way
+# ------------------------------------------------------------------------------ servers and the way
 
 
 def test_one_memory_per_process_needs_as_many_servers_as_processes(recording, tmp_path):
     servers = Servers(["http://127.0.0.1:1", "http://127.0.0.1:2"], 30, "token")
     publisher = ServerPublisher(transfer_of("colocate", servers, "auto", str(tmp_path)))
-    message = (
-        r"1 processes and 2 servers: list one URL per process in `vllm_server_base_url`, or start `--num_processes 2`"
-    )
+    message = r"1 processes and 2 servers: list one URL per process in `vllm_server_base_url`, or start `--num_processes 2`"
     with pytest.raises(AttachError, match=message):
         trainers.make_trainer(publisher, recording, "never loaded", tmp_path)
 
@@ -227,14 +250,18 @@ def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build)
 
 
 def test_a_server_that_computes_otherwise_is_refused(lora_server, build):
-    with pytest.raises(AttachError, match=r"start the server by `trl-atropos serve --numerics float32_head`"):
+    with pytest.raises(
+        AttachError, match=r"start the server by `trl-atropos serve --numerics float32_head`"
+    ):
         build(lora_server, "server", numerics="float32_head")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs for NCCL to connect")
 @pytest.mark.parametrize("mode", ["server", "nccl_lora"])
 def test_nccl_without_gpus_is_refused(lora_server, build, mode):
-    with pytest.raises(AttachError, match=r"`weight_transport: nccl` goes from GPU to GPU.*CPU: set it to auto"):
+    with pytest.raises(
+        AttachError, match=r"`weight_transport: nccl` goes from GPU to GPU.*CPU: set it to auto"
+    ):
         build(lora_server, mode, adapter(mode), transport="nccl")
 
 
@@ -260,9 +287,7 @@ def test_a_trainer_notices_that_its_server_was_replaced(server_model, recording,
         trainer.train()
     port = int(first.url.rsplit(":", 1)[1])
     with running_server(server_model, tmp_path / "second", port=port, token=first.token) as second:
-        message = (
-            r"was restarted since this trainer was built.*build the trainer again \(its last checkpoint can be resum"
-        )
+        message = r"was restarted since this trainer was built.*build the trainer again \(its last checkpoint can be resum"
         with pytest.raises(ServerError, match=message):
             trainer.train()
         assert second.generate(prompt="a", max_tokens=1).status_code == 200

@@ -1,4 +1,5 @@
-"""Two runs in one output folder: no run starts from the other's checkpoints, or saves its own beside them."""
+"""Two runs in one output folder: no run starts from the other's checkpoints, or saves its own
+beside them."""
 
 import json
 import logging
@@ -25,7 +26,12 @@ def make(tiny_model, tmp_path_factory):
     recording = record(tmp_path_factory.mktemp("recorded") / "recorded.jsonl", *groups)
 
     def trainer(folder: Path, **settings) -> AtroposGRPOTrainer:
-        usual = {"max_steps": LAST, "save_strategy": "steps", "save_steps": 1, "replay_paths": [recording]}
+        usual = {
+            "max_steps": LAST,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "replay_paths": [recording],
+        }
         config = AtroposGRPOConfig(**arguments(folder, **(usual | settings)))
         return AtroposGRPOTrainer(str(tiny_model), args=config)
 
@@ -55,7 +61,9 @@ def equal(one: Path, other: Path) -> bool:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+    return sorted(
+        int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*")
+    )
 
 
 def forget_run(checkpoint: Path) -> None:
@@ -66,16 +74,28 @@ def forget_run(checkpoint: Path) -> None:
     file.write_text(json.dumps(state))
 
 
-def test_new_run_beside_the_checkpoints_of_another_is_refused_with_both_ways_out(make, used, earlier):
+def test_new_run_beside_the_checkpoints_of_another_is_refused_with_both_ways_out(
+    make, used, earlier
+):
     with pytest.raises(RecipeError) as refused:
         make(used, max_steps=1, learning_rate=NEW).train()
-    assert "checkpoints of an earlier run (checkpoint-3, checkpoint-2, checkpoint-1)" in str(refused.value)
-    for way_out in ("another folder", "`move_checkpoints_aside: true`", "`resume_from_checkpoint: true`"):
+    assert "checkpoints of an earlier run (checkpoint-3, checkpoint-2, checkpoint-1)" in str(
+        refused.value
+    )
+    for way_out in (
+        "another folder",
+        "`move_checkpoints_aside: true`",
+        "`resume_from_checkpoint: true`",
+    ):
         assert way_out in refused.value.fix
-    assert all(equal(used / f"checkpoint-{step}", earlier / f"checkpoint-{step}") for step in (1, 2, 3))
+    assert all(
+        equal(used / f"checkpoint-{step}", earlier / f"checkpoint-{step}") for step in (1, 2, 3)
+    )
 
 
-def test_new_run_that_moves_checkpoints_aside_is_the_one_that_a_resume_continues(make, used, earlier):
+def test_new_run_that_moves_checkpoints_aside_is_the_one_that_a_resume_continues(
+    make, used, earlier
+):
     make(used, max_steps=1, learning_rate=NEW, move_checkpoints_aside=True).train()
     assert steps_in(used) == [1] and steps_in(used / "checkpoints-before-1") == [1, 2, 3]
     assert equal(used / "checkpoints-before-1/checkpoint-3", earlier / "checkpoint-3")
@@ -95,11 +115,15 @@ def test_resume_passes_over_a_higher_checkpoint_of_another_run(make, tmp_path, e
     (run, _), _resumed = json.loads((tmp_path / ".run.json").read_text())["path"]
     assert f"Resuming from {tmp_path}/checkpoint-1, step 1 of the run {run}." in caplog.messages
     assert f"Passed over {tmp_path}/checkpoint-3: it is of another run." in caplog.messages
-    with pytest.raises(CheckpointError, match=f"holds that of another one, {run}.*folder of the other run or a new"):
+    with pytest.raises(
+        CheckpointError, match=f"holds that of another one, {run}.*folder of the other run or a new"
+    ):
         make(tmp_path, max_steps=9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     shutil.rmtree(tmp_path / "checkpoint-1")
     shutil.rmtree(tmp_path / "checkpoint-2")
-    with pytest.raises(RecipeError, match=r"no checkpoint in .* of the run that used it last \(checkpoint-3: of"):
+    with pytest.raises(
+        RecipeError, match=r"no checkpoint in .* of the run that used it last \(checkpoint-3: of"
+    ):
         make(tmp_path, max_steps=9).train(resume_from_checkpoint=True)
 
 
@@ -109,21 +133,31 @@ def test_resume_after_going_back_does_not_take_the_steps_that_were_abandoned(mak
     assert steps_in(used) == [1, 2, 3]
     resumed = make(used, max_steps=4, save_steps=4, learning_rate=NEW)
     resumed.train(resume_from_checkpoint=True)
-    assert f"Passed over {used}/checkpoint-3: the run went back to an earlier step after it." in caplog.messages
-    assert resumed.args.max_steps == 4 and len([log for log in resumed.state.log_history if "loss" in log]) == 4
+    assert (
+        f"Passed over {used}/checkpoint-3: the run went back to an earlier step after it."
+        in caplog.messages
+    )
+    assert (
+        resumed.args.max_steps == 4
+        and len([log for log in resumed.state.log_history if "loss" in log]) == 4
+    )
     path = json.loads((used / ".run.json").read_text())["path"]
     assert [step for _, step in path] == [0, 1, 2]
     assert len({name for name, _ in path}) == 3
 
 
-def test_folder_without_the_name_of_its_run_resumes_from_checkpoints_of_one_run_alone(make, used, tmp_path):
+def test_folder_without_the_name_of_its_run_resumes_from_checkpoints_of_one_run_alone(
+    make, used, tmp_path
+):
     (used / ".run.json").unlink()
     make(used, max_steps=4).train(resume_from_checkpoint=True)
     assert steps_in(used) == [1, 2, 3, 4]
     (used / ".run.json").unlink()
     make(tmp_path / "other", max_steps=1).train()
     shutil.copytree(tmp_path / "other/checkpoint-1", used / "checkpoint-9")
-    with pytest.raises(CheckpointError, match=r"checkpoints of 2 runs \(checkpoint-9, .* by its path"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints of 2 runs \(checkpoint-9, .* by its path"
+    ):
         make(used, max_steps=12).train(resume_from_checkpoint=True)
 
 
@@ -133,7 +167,9 @@ def test_checkpoint_without_the_name_of_its_run_is_taken_with_a_warning(make, us
     (used / ".run.json").unlink()
     make(used, max_steps=4).train(resume_from_checkpoint=True)
     message = f"Resuming from {used}/checkpoint-3, step 3, which does not say which run saved it"
-    assert any(record.levelname == "WARNING" and message in record.message for record in caplog.records)
+    assert any(
+        record.levelname == "WARNING" and message in record.message for record in caplog.records
+    )
     path = json.loads((used / ".run.json").read_text())["path"]
     assert [step for _, step in path] == [3]
     shutil.rmtree(used / "checkpoint-4")  # the run crashed before it saved
@@ -144,7 +180,9 @@ def test_checkpoint_without_the_name_of_its_run_is_taken_with_a_warning(make, us
 
 @pytest.mark.parametrize("max_steps", [LAST, LAST - 1])
 def test_run_with_no_steps_left_after_its_checkpoint_is_refused(make, used, max_steps):
-    with pytest.raises(RecipeError, match=f"`max_steps` is {max_steps}, .*checkpoint-3 has 3 steps.* above 3"):
+    with pytest.raises(
+        RecipeError, match=f"`max_steps` is {max_steps}, .*checkpoint-3 has 3 steps.* above 3"
+    ):
         make(used, max_steps=max_steps).train(resume_from_checkpoint=True)
 
 

@@ -1,4 +1,5 @@
-"""One trainer, and more than one process that samples: two servers, and one server over two workers or two copies."""
+"""One trainer, and more than one process that samples: two servers, and one server over two workers
+or two copies."""
 
 import logging
 from collections.abc import Iterator
@@ -11,7 +12,12 @@ from peft import LoraConfig
 
 from tests.server_process import Server, running_server
 from tests.weights.live import CUDA, GPU_FLAGS, all_gpus, assert_proven, disturb, publish, snapshot
-from tests.weights.test_sharded_publish import ADAPTER, continuations, give_back_the_weights, servers_for
+from tests.weights.test_sharded_publish import (
+    ADAPTER,
+    continuations,
+    give_back_the_weights,
+    servers_for,
+)
 from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import largest_difference
 from trl_atropos.errors import FingerprintError
@@ -25,15 +31,28 @@ STEPS = 3
 
 
 def train(
-    servers: list[Server], mode: str, adapted: bool, recording: str, folder: Path, left_out: tuple[str, ...] = ()
+    servers: list[Server],
+    mode: str,
+    adapted: bool,
+    recording: str,
+    folder: Path,
+    left_out: tuple[str, ...] = (),
 ) -> ServerPublisher:
     """A run on servers that have been trained before. Returns its publisher."""
     give_back_the_weights(servers, recording, folder)
     connected = Servers([one.url for one in servers], 60, servers[0].token)
-    publisher = ServerPublisher(transfer_of(mode, connected, "auto", str(folder)), probe_every_n_steps=1)
+    publisher = ServerPublisher(
+        transfer_of(mode, connected, "auto", str(folder)), probe_every_n_steps=1
+    )
     peft_config = LoraConfig(**ADAPTER) if adapted else None
     trainer = make_trainer(
-        publisher, recording, servers[0].model, folder, mode=mode, peft_config=peft_config, max_steps=STEPS
+        publisher,
+        recording,
+        servers[0].model,
+        folder,
+        mode=mode,
+        peft_config=peft_config,
+        max_steps=STEPS,
     )
     untrained = snapshot(trainer.model)
     trainer.train()
@@ -57,15 +76,24 @@ def two_servers(server_model, tmp_path_factory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def two_workers(server_model, tmp_path_factory) -> Iterator[Server]:
-    """A server that splits the model over two processes; over two GPUs if there are any, with the trainer on the
+    """A server that splits the model over two processes; over two GPUs if there are any, with the
+    trainer on the
     first (`CUDA_VISIBLE_DEVICES=0`)."""
     if CUDA and all_gpus() < 2:
         pytest.skip("needs two GPUs")
-    flags = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--vllm_mode", "nccl_lora"]
+    flags = [
+        "--tensor-parallel-size",
+        "2",
+        "--distributed-executor-backend",
+        "mp",
+        "--vllm_mode",
+        "nccl_lora",
+    ]
     if CUDA:
         flags += ["--dtype", "bfloat16", *GPU_FLAGS]  # adapters take 16 bits there
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a core for each, and one to spare
+        # else vLLM wants a core for each, and one to spare
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         with running_server(server_model, tmp_path_factory.mktemp("two_workers"), *flags) as server:
             patch.undo()  # the trainer keeps to its own
@@ -100,7 +128,8 @@ def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, reco
     assert publisher.servers.info.num_workers == 2
 
 
-@pytest.mark.parametrize("name", ["q_proj", "o_proj", "embed_tokens"])  # split by rows, by columns, and with padding
+# split by rows, by columns, and with padding
+@pytest.mark.parametrize("name", ["q_proj", "o_proj", "embed_tokens"])
 def test_workers_with_each_others_shard_are_found(two_workers, name, recording, tmp_path):
     give_back_the_weights([two_workers], recording, tmp_path)
     publisher = make_publisher(two_workers, tmp_path, "server", probe_every_n_steps=0)
@@ -109,7 +138,9 @@ def test_workers_with_each_others_shard_are_found(two_workers, name, recording, 
 
     def faulty(number, fixed):
         message = fill(number, fixed)
-        for spec, values in zip(message.tensors, unpack(message.content, message.tensors), strict=True):
+        for spec, values in zip(
+            message.tensors, unpack(message.content, message.tensors), strict=True
+        ):
             if wrong == [] and name in spec.name:
                 wrong.append(spec.name)
                 dim = int(name == "o_proj")
@@ -130,7 +161,8 @@ def test_workers_with_each_others_shard_are_found(two_workers, name, recording, 
 
 
 @pytest.mark.parametrize(
-    ("mode", "adapted"), [pytest.param("server", False, marks=pytest.mark.full), ("nccl_lora", True)]
+    ("mode", "adapted"),
+    [pytest.param("server", False, marks=pytest.mark.full), ("nccl_lora", True)],
 )
 def test_weights_reach_both_copies_of_a_server(two_copies, mode, adapted, recording, tmp_path):
     publisher = train_both(two_copies, mode, adapted, recording, tmp_path)
@@ -145,10 +177,14 @@ def test_the_memory_of_one_copy_is_no_way_to_the_other(two_copies, recording, tm
     assert "it has 2 copies of the model" in caplog.text
 
 
-def train_both(server: Server, mode: str, adapted: bool, recording: str, folder: Path) -> ServerPublisher:
+def train_both(
+    server: Server, mode: str, adapted: bool, recording: str, folder: Path
+) -> ServerPublisher:
     """As `train`. Both engines of the server must have sampled."""
     before = sampled_by_engine(server)
-    publisher = train([server], mode, adapted, recording, folder, left_out=("copies 2 to 2 of the model",))
+    publisher = train(
+        [server], mode, adapted, recording, folder, left_out=("copies 2 to 2 of the model",)
+    )
     after = sampled_by_engine(server)
     assert len(after) == 2
     assert all(after[engine] > before[engine] for engine in after)
@@ -159,7 +195,9 @@ def sampled_by_engine(server: Server) -> dict[str, float]:
     """How many tokens each engine of a server has sampled."""
     lines = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
     found = [line for line in lines if line.startswith("vllm:generation_tokens_total{")]
-    return {line.split('engine="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found}
+    return {
+        line.split('engine="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found
+    }
 
 
 @pytest.mark.parametrize(("adapted", "transfer"), [(False, "FullWeights"), (True, "MemoryLora")])

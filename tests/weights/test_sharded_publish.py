@@ -1,7 +1,8 @@
 """A trainer of two processes, sharded or not, whose weights reach the servers whole and right.
 
-`main` is what each of the two processes does; the servers belong to the test. One launch per kind of sharding does all
-its runs, one trainer after the other on the same servers, because starting one takes longer than they do.
+`main` is what each of the two processes does; the servers belong to the test. One launch per kind
+of sharding does all its runs, one trainer after the other on the same servers, because starting one
+takes longer than they do.
 """
 
 import json
@@ -29,7 +30,12 @@ from tests.weights.watched import largest_difference, sample
 from trl_atropos.errors import AtroposTrainingError, FingerprintError
 from trl_atropos.server_client import Servers
 from trl_atropos.weights import gather
-from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher, ServerPublisher, transfer_of
+from trl_atropos.weights.publisher import (
+    NullPublisher,
+    PolicyPublisher,
+    ServerPublisher,
+    transfer_of,
+)
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,7 +43,8 @@ STEPS = 3
 LENGTHS = [3, 20, 100, 270, 300, 400]  # of prompts, in tokens; a KV block has 128
 CASES = {"full": ("server", False), "merged": ("server", True), "adapter": ("nccl_lora", True)}
 ADAPTER = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-# Adam divides small gradients by their own size, which would turn the rounding of a sum in another order into a step.
+# Adam divides small gradients by their own size, which would turn the rounding of a sum in another
+# order into a step.
 PLAIN_STEPS = {"optim": "sgd", "learning_rate": 0.05}
 
 
@@ -52,22 +59,46 @@ class Job:
     folder: str
     servers: list[int]
 
-    def trainer(self, kind: str, mode: str, adapted: bool = False, urls: list[str] | None = None, **settings: Any):
+    def trainer(
+        self,
+        kind: str,
+        mode: str,
+        adapted: bool = False,
+        urls: list[str] | None = None,
+        **settings: Any,
+    ):
         """A trainer of this process, on its half of the batch."""
         servers = Servers(urls or self.urls, 60, self.token)
-        publisher = ServerPublisher(transfer_of(mode, servers, "auto", self.folder), probe_every_n_steps=1)
-        return train_on(publisher, self, mode, adapted, per_device_train_batch_size=4, **sharded(kind) | settings)
+        publisher = ServerPublisher(
+            transfer_of(mode, servers, "auto", self.folder), probe_every_n_steps=1
+        )
+        return train_on(
+            publisher,
+            self,
+            mode,
+            adapted,
+            per_device_train_batch_size=4,
+            **sharded(kind) | settings,
+        )
 
 
 def sharded(kind: str) -> dict[str, Any]:
     """With a way to look at all the weights that is not ours."""
     arguments = sharding_arguments(kind)
     if kind == "zero3":
-        arguments["deepspeed"]["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        arguments["deepspeed"]["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
+            True
+        )
     return arguments
 
 
-def train_on(publisher: PolicyPublisher, job: Job, mode: str = "colocate", adapted: bool = False, **settings: Any):
+def train_on(
+    publisher: PolicyPublisher,
+    job: Job,
+    mode: str = "colocate",
+    adapted: bool = False,
+    **settings: Any,
+):
     return make_trainer(
         publisher,
         job.recording,
@@ -80,7 +111,7 @@ def train_on(publisher: PolicyPublisher, job: Job, mode: str = "colocate", adapt
     )
 
 
-# -------------------------------------------------------------------------------------------- in each of the processes
+# ------------------------------------------------------------------------- in each of the processes
 
 
 def main(task: str, kind: str, job: str) -> None:
@@ -89,7 +120,8 @@ def main(task: str, kind: str, job: str) -> None:
 
 
 def take_turns(kind: str, job: Job) -> dict[str, Any]:
-    """One trainer after the other, and after each what its server continues and all its weights as others see them."""
+    """One trainer after the other, and after each what its server continues and all its weights as
+    others see them."""
     told = {}
     for case, (mode, adapted) in CASES.items():
         url = job.urls[mode == "nccl_lora"]
@@ -108,7 +140,8 @@ def take_turns(kind: str, job: Job) -> dict[str, Any]:
 
 
 def lose_a_bit(kind: str, job: Job) -> dict[str, str]:
-    """What is raised after one element of the second process has changed behind the back of a publish."""
+    """What is raised after one element of the second process has changed behind the back of a
+    publish."""
     trainer = job.trainer(kind, "server", False, job.urls[:1])
     transfer, name = trainer.policy_publisher.transfer, "model.layers.1.mlp.up_proj.weight"
     send = transfer.send
@@ -136,7 +169,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "version": publisher.policy_version,
         "served": publisher.servers.each(lambda client: client.info().policy_version),
         "worst": publisher.probe_max_abs_diff,
-        "probes": [log["policy/probe_max_abs_diff"] for log in logs if "policy/probe_max_abs_diff" in log],
+        "probes": [
+            log["policy/probe_max_abs_diff"] for log in logs if "policy/probe_max_abs_diff" in log
+        ],
     }
 
 
@@ -146,9 +181,16 @@ def share_memory(kind: str, job: Job) -> dict[str, Any]:
     before = snapshot(trainer.model)
     trainer.train()
     views = trainer.policy_publisher.transfer.views
-    assert all(parameter.data_ptr() == views[name].data_ptr() for name, parameter in trainer.model.named_parameters())
+    assert all(
+        parameter.data_ptr() == views[name].data_ptr()
+        for name, parameter in trainer.model.named_parameters()
+    )
     optimizer = type(trainer.optimizer.optimizer).__name__
-    return outcome(trainer) | {"optimizer": optimizer, "before": before, "weights": snapshot(trainer.model)}
+    return outcome(trainer) | {
+        "optimizer": optimizer,
+        "before": before,
+        "weights": snapshot(trainer.model),
+    }
 
 
 def lose_the_server(kind: str, job: Job) -> dict[str, Any]:
@@ -185,7 +227,7 @@ def continuations(server: Server) -> list:
     return [sample(server, prompt, 8) for prompt in prompts]
 
 
-# ----------------------------------------------------------------------------------------------------------- the tests
+# ---------------------------------------------------------------------------------------- the tests
 
 
 @contextmanager
@@ -200,11 +242,31 @@ def servers_for(model: str, folder: Path, *flags: tuple[str, ...]) -> Iterator[l
 
 
 def run(
-    kind: str, task: str, servers: list[Server], recording: str, folder: Path, pids: list[int] | None = None
+    kind: str,
+    task: str,
+    servers: list[Server],
+    recording: str,
+    folder: Path,
+    pids: list[int] | None = None,
 ) -> list[dict]:
     """What the two processes saw."""
-    job = Job([one.url for one in servers], servers[0].token, servers[0].model, recording, str(folder), pids or [])
-    launch(kind, 2, "tests.weights.test_sharded_publish", task, kind, json.dumps(asdict(job)), timeout=280)
+    job = Job(
+        [one.url for one in servers],
+        servers[0].token,
+        servers[0].model,
+        recording,
+        str(folder),
+        pids or [],
+    )
+    launch(
+        kind,
+        2,
+        "tests.weights.test_sharded_publish",
+        task,
+        kind,
+        json.dumps(asdict(job)),
+        timeout=280,
+    )
     return [torch.load(folder / f"{kind}-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -229,28 +291,40 @@ def test_a_server_that_dies_during_a_transfer_ends_all_processes_with_one_error(
     kind, server_model, recording, tmp_path
 ):
     with servers_for(server_model, tmp_path, ("--vllm_mode", "server")) as servers:
-        pids = [process.pid for process in (servers[0].api, *servers[0].api.children(recursive=True))]
+        pids = [
+            process.pid for process in (servers[0].api, *servers[0].api.children(recursive=True))
+        ]
         told = run(kind, "lose the server", servers, recording, tmp_path, pids)
     assert told[0]["error"] == told[1]["error"]
-    assert re.match(rf"ServerError: .*{servers[0].url}.*(broke off|cannot be reached|died)", told[0]["error"])
+    assert re.match(
+        rf"ServerError: .*{servers[0].url}.*(broke off|cannot be reached|died)", told[0]["error"]
+    )
     assert [rank["version"] for rank in told] == [1, 1]
-    assert max(rank["ended"] for rank in told) - told[0]["killed"] < 20  # seconds; a publish may take 60
+    # seconds; a publish may take 60
+    assert max(rank["ended"] for rank in told) - told[0]["killed"] < 20
 
 
 @pytest.fixture(scope="module")
 def pair(server_model, tmp_path_factory) -> Iterator[list[Server]]:
     """A server for full weights and one for adapters. Both can share their memory."""
     folder = tmp_path_factory.mktemp("pair")
-    with servers_for(server_model, folder, ("--vllm_mode", "server"), ("--vllm_mode", "nccl_lora")) as servers:
+    with servers_for(
+        server_model, folder, ("--vllm_mode", "server"), ("--vllm_mode", "nccl_lora")
+    ) as servers:
         yield servers
 
 
 # ZeRO 2 leaves parameters whole, as DDP does; what is gathered of it is in `test_gather.py`.
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.full), "zero3", "fsdp2"])
-def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(kind, pair, recording, tmp_path):
+def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(
+    kind, pair, recording, tmp_path
+):
     ranks = run(kind, "take turns", pair, recording, tmp_path)
     for told in (rank["fault"] for rank in ranks if kind in ("zero3", "fsdp2")):
-        found = f"policy version 2, 1 of .* parameters of the server at {pair[0].url} are not .*: {told['name']}"
+        found = (
+            f"policy version 2, 1 of .* parameters of the server at {pair[0].url} are not .*: "
+            f"{told['name']}"
+        )
         assert re.search(found, told["error"])
     for case, (mode, adapted) in CASES.items():
         for told in (rank[case] for rank in ranks):
@@ -288,6 +362,10 @@ def test_two_processes_train_the_memories_of_two_servers_as_one_would(pair, reco
 
 def give_back_the_weights(servers: list[Server], recording: str, folder: Path) -> None:
     """What the servers' checkpoints say, whatever was trained before."""
-    job = Job([one.url for one in servers], servers[0].token, servers[0].model, recording, str(folder), [])
-    publisher = ServerPublisher(transfer_of("server", Servers(job.urls, 60, job.token), "auto", job.folder))
+    job = Job(
+        [one.url for one in servers], servers[0].token, servers[0].model, recording, str(folder), []
+    )
+    publisher = ServerPublisher(
+        transfer_of("server", Servers(job.urls, 60, job.token), "auto", job.folder)
+    )
     train_on(publisher, job, mode="server", learning_rate=0.0).train()

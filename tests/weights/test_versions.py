@@ -1,5 +1,6 @@
-"""The version that a row is tagged with is that of the weights which sampled it, on a server that is published to in
-the middle of its requests. Each test leaves the policy at another version; none asks for a certain one."""
+"""The version that a row is tagged with is that of the weights which sampled it, on a server that
+is published to in the middle of its requests. Each test leaves the policy at another version; none
+asks for a certain one."""
 
 import asyncio
 import dataclasses
@@ -23,12 +24,22 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from recipes.own_environment.environment import end_turn
 from tests.rollouts.conftest import Api
 from tests.server_process import Server
-from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
+from tests.weights.versions import (
+    KEPT,
+    Call,
+    Completion,
+    MovingPolicy,
+    generate,
+    openai,
+    row_of,
+    wait_for,
+)
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
-from trl_atropos.rollouts.intake import Intake, VersionBook
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.services.manager import free_port
 
@@ -53,26 +64,36 @@ def tagged(book: VersionBook, *rows: Rollout) -> list[tuple[int | None, int | No
     return [(row.policy_version, row.newest_version) for row in rows]
 
 
-def assert_true(policy: MovingPolicy, book: VersionBook, completions: list[Completion]) -> list[tuple[int, int]]:
-    """Each completion is tagged with the versions whose weights gave its first and its last token. Returns those. The
-    completions have prompts of one length and one number of tokens."""
+def assert_true(
+    policy: MovingPolicy, book: VersionBook, completions: list[Completion]
+) -> list[tuple[int, int]]:
+    """Each completion is tagged with the versions whose weights gave its first and its last token.
+    Returns those. The completions have prompts of one length and one number of tokens."""
     tags = tagged(book, *map(row_of, completions))
     ambiguous = 0
     for tag, samplers in zip(tags, policy.samplers(completions), strict=True):
         assert all(samplers), "a token has the log-probability of no version"
-        assert (tag[0] in samplers[0], tag[1] in samplers[-1]) == (True, True), (tag, samplers[0], samplers[-1])
+        assert (tag[0] in samplers[0], tag[1] in samplers[-1]) == (True, True), (
+            tag,
+            samplers[0],
+            samplers[-1],
+        )
         ambiguous += (len(samplers[0]) > 1) + (len(samplers[-1]) > 1)
     # Of a few completions one may be ambiguous by chance.
-    assert ambiguous <= 2 + 0.1 * 2 * len(completions), "the versions are too much alike to tell them apart"
+    assert ambiguous <= 2 + 0.1 * 2 * len(completions), (
+        "the versions are too much alike to tell them apart"
+    )
     return tags
 
 
 def test_every_row_is_tagged_with_the_versions_whose_weights_sampled_it(policy, book, server):
     rng = random.Random(0)
     long = Call(lambda: generate(server, PROMPT, 500, n=16))
-    short: dict[int, list[Completion]] = {}  # by the version after whose publish they were asked for
+    # by the version after whose publish they were asked for
+    short: dict[int, list[Completion]] = {}
     while long.is_alive() and len(short) < KEPT // 2:  # or the first of them would be forgotten
-        policy.publish(policy.version + rng.choice([1, 1, 3]))  # a trainer that publishes seldom skips some
+        # a trainer that publishes seldom skips some
+        policy.publish(policy.version + rng.choice([1, 1, 3]))
         prompt = [rng.randrange(256) for _ in range(rng.randint(3, 200))]
         short[policy.version] = generate(server, prompt, rng.randint(1, 20), n=4)
     for version, completions in short.items():
@@ -81,7 +102,9 @@ def test_every_row_is_tagged_with_the_versions_whose_weights_sampled_it(policy, 
         assert len([version for version in short if begun < version <= ended]) >= 2
 
 
-def test_completions_that_waited_in_the_engines_queue_are_as_new_as_their_first_token(policy, book, server):
+def test_completions_that_waited_in_the_engines_queue_are_as_new_as_their_first_token(
+    policy, book, server
+):
     call = Call(lambda: generate(server, PROMPT, 20, n=200))  # the CPU server runs 128 at once
     policy.publish_during(call)
     assert len({begun for begun, _ in assert_true(policy, book, call.result())}) > 1
@@ -113,7 +136,11 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
     old = policy.version
     client = VLLMServer(
         APIServerConfig(
-            model_name="any", tokenizer_name=server.model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+            model_name="any",
+            tokenizer_name=server.model,
+            base_url=f"{server.url}/v1",
+            api_key="x",
+            server_type="vllm",
         )
     )
 
@@ -128,7 +155,9 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
             if turn < 2:
                 await asyncio.to_thread(policy.publish, old + turn + 1)
         others = ManagedServer(client, tokenizer=client.tokenizer)
-        await others.chat_completion(messages=[{"role": "user", "content": "say b"}], **sampling | {"n": 4})
+        await others.chat_completion(
+            messages=[{"role": "user", "content": "say b"}], **sampling | {"n": 4}
+        )
         return managed.get_state()["nodes"][-1:] + others.get_state()["nodes"]
 
     nodes = asyncio.run(converse())
@@ -145,10 +174,15 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
 
 @pytest.mark.parametrize("helped", [True, False])
 def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
-    """`end_turn` of the template. Without it, Atropos has the token of the model and that of the chat template."""
+    """`end_turn` of the template. Without it, Atropos has the token of the model and that of the
+    chat template."""
     client = VLLMServer(
         APIServerConfig(
-            model_name="any", tokenizer_name=server.model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+            model_name="any",
+            tokenizer_name=server.model,
+            base_url=f"{server.url}/v1",
+            api_key="x",
+            server_type="vllm",
         )
     )
     end = client.tokenizer.eos_token_id
@@ -158,7 +192,9 @@ def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
         messages = [{"role": "user", "content": "say a"}]
         only_end = {"logit_bias": {str(end): 100.0}}
         for sampling in (only_end, {}):
-            reply = await managed.chat_completion(messages=messages, max_tokens=3, temperature=1.0, n=1, **sampling)
+            reply = await managed.chat_completion(
+                messages=messages, max_tokens=3, temperature=1.0, n=1, **sampling
+            )
             if helped:
                 end_turn(managed, client.tokenizer)
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
@@ -169,7 +205,9 @@ def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
 
     tokens = asyncio.run(converse())
     text = client.tokenizer.decode(tokens)
-    assert text.startswith("u:say aa:<|end|>u:againa:" if helped else "u:say aa:<|end|><|end|>u:againa:")
+    assert text.startswith(
+        "u:say aa:<|end|>u:againa:" if helped else "u:say aa:<|end|><|end|>u:againa:"
+    )
 
 
 def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
@@ -215,7 +253,8 @@ def test_the_versions_are_told_in_a_pause(policy, book, server):
     try:
         began = time.monotonic()
         assert tagged(book, row_of(completion)) == [(policy.version, policy.version)]
-        assert time.monotonic() - began < 20  # seconds; a request that waits does so until the pause ends
+        # seconds; a request that waits does so until the pause ends
+        assert time.monotonic() - began < 20
     finally:
         policy.client.resume(policy.version)
 
@@ -233,28 +272,39 @@ def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(poli
     (completion,) = generate(server, PROMPT, 4)
     nowhere = f"http://127.0.0.1:{free_port()}"
     both = VersionBook([nowhere, server.url], server.token, timeout=10)
-    assert tagged(both, row_of(completion)) == tagged(both, row_of(completion)) == [(policy.version,) * 2]
+    assert (
+        tagged(both, row_of(completion))
+        == tagged(both, row_of(completion))
+        == [(policy.version,) * 2]
+    )
     assert caplog.text.count(f"The server at {nowhere} does not tell which policy versions") == 1
     wrong = VersionBook([server.url], "wrong", timeout=10)
     assert tagged(wrong, row_of(completion)) == [(None, None)]
     assert "refused the control token" in caplog.text
 
 
-# ---------------------------------------------------------------------------------- what rows were sampled with
+# ---------------------------------------------------------------------- what rows were sampled with
 
 
 def test_a_temperature_that_is_not_the_trainers_ends_the_run(policy, server):
     rows = [row_of(completion) for completion in generate(server, PROMPT, 8, n=4, temperature=0.8)]
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     with pytest.raises(
-        RolloutError, match=r"Environment 0 sampled at temperature 0\.8.*log-probabilities at temp.* 1\."
+        RolloutError,
+        match=r"Environment 0 sampled at temperature 0\.8.*log-probabilities at temp.* 1\.",
     ):
         book.tag(rows)
     VersionBook([server.url], server.token, timeout=10, temperature=0.8).tag(rows)
 
 
 def test_other_settings_are_warned_about_once_for_each_environment(policy, server, caplog):
-    settings = {"top_p": 0.5, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    settings = {
+        "top_p": 0.5,
+        "top_k": 20,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.1,
+    }
     settings["frequency_penalty"] = 0.25
     rows = [row_of(completion) for completion in generate(server, PROMPT, 8, n=4, **settings)]
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
@@ -280,15 +330,34 @@ def test_fields_that_reshape_the_distribution_are_warned_about(policy, server, c
     """The server's log-probabilities of such tokens are not the policy's."""
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, top_p=0.9)])
-    rows = [row_of(completion) for completion in generate(server, PROMPT, 6, n=4, **{field: RESHAPING[field]})]
+    rows = [
+        row_of(completion)
+        for completion in generate(server, PROMPT, 6, n=4, **{field: RESHAPING[field]})
+    ]
     assert tagged(book, *rows) == [(policy.version,) * 2] * 4
     book.tag(rows)
-    assert caplog.text.count("Environment 0 sampled some rollouts with top_p 0.9, where the trainer scores") == 1
-    assert caplog.text.count(f"Environment 0 sampled some rollouts with {field}, where the trainer scores") == 1
+    assert (
+        caplog.text.count(
+            "Environment 0 sampled some rollouts with top_p 0.9, where the trainer scores"
+        )
+        == 1
+    )
+    assert (
+        caplog.text.count(
+            f"Environment 0 sampled some rollouts with {field}, where the trainer scores"
+        )
+        == 1
+    )
 
 
 def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog):
-    neutral = {"stop_token_ids": [3], "min_tokens": 0, "ignore_eos": True, "logit_bias": {}, "bad_words": []}
+    neutral = {
+        "stop_token_ids": [3],
+        "min_tokens": 0,
+        "ignore_eos": True,
+        "logit_bias": {},
+        "bad_words": [],
+    }
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, **neutral)])
     assert "sampled some rollouts with" not in caplog.text
@@ -296,7 +365,10 @@ def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog
 
 def test_a_grammar_of_vllms_own_route_is_warned_about(policy, server, caplog):
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
-    response_format = {"type": "json_schema", "json_schema": {"name": "digit", "schema": {"type": "integer"}}}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "digit", "schema": {"type": "integer"}},
+    }
     book.tag([row_of(*openai(server, "chat/completions", 4, response_format=response_format))])
     assert "Environment 0 sampled some rollouts with structured_outputs" in caplog.text
 
@@ -307,19 +379,23 @@ def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog)
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 8)])
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 8, temperature=0.0)])
     assert (
-        "Environment 0 sampled some rollouts with temperature 0, where the trainer scores every token" in caplog.text
+        "Environment 0 sampled some rollouts with temperature 0, where the trainer scores every "
+        "token" in caplog.text
     )
 
 
-# ----------------------------------------------------------------------------------------------- rows that are too old
+# ---------------------------------------------------------------------------- rows that are too old
 
 
 @contextmanager
-def environment(server: Server, api: Api, ahead: int | None = None, second: int = 24) -> Iterator[Callable[[], bool]]:
-    """Sends groups of four without a pause, as far ahead of the trainer as it gets; or, like Atropos, with at most
-    `ahead` batches of two groups in flight and at the API. The completions of every second batch have `second` tokens,
-    those of the others 24. Yields what tells, while requests are held, whether all that it may ask for is asked for,
-    and what has begun has ended: it is at the API, or held."""
+def environment(
+    server: Server, api: Api, ahead: int | None = None, second: int = 24
+) -> Iterator[Callable[[], bool]]:
+    """Sends groups of four without a pause, as far ahead of the trainer as it gets; or, like
+    Atropos, with at most `ahead` batches of two groups in flight and at the API. The completions of
+    every second batch have `second` tokens, those of the others 24. Yields what tells, while
+    requests are held, whether all that it may ask for is asked for, and what has begun has ended:
+    it is at the API, or held."""
     stop, rng, lock, most = threading.Event(), random.Random(0), threading.Lock(), 2 * (ahead or 1)
     begun, in_flight = itertools.count(), []
 
@@ -341,9 +417,13 @@ def environment(server: Server, api: Api, ahead: int | None = None, second: int 
             completions = generate(server, [rng.randrange(256) for _ in range(20)], length, n=4)
             group = {
                 "tokens": [completion.prompt + completion.tokens for completion in completions],
-                "masks": [[-100] * len(completion.prompt) + completion.tokens for completion in completions],
+                "masks": [
+                    [-100] * len(completion.prompt) + completion.tokens
+                    for completion in completions
+                ],
                 "inference_logprobs": [
-                    [1.0] * len(completion.prompt) + completion.logprobs for completion in completions
+                    [1.0] * len(completion.prompt) + completion.logprobs
+                    for completion in completions
                 ],
                 "scores": [rng.random() for _ in completions],
             }
@@ -394,7 +474,8 @@ def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, serve
     try:
         source.start(run_info(policy, tmp_path))
         assert re.search(
-            r"The server at http.* has refused \d+ requests .*\b512\b.*--max-model-len", source.diagnose()
+            r"The server at http.* has refused \d+ requests .*\b512\b.*--max-model-len",
+            source.diagnose(),
         )
     finally:
         source.close()
@@ -402,14 +483,19 @@ def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, serve
 
 
 @pytest.mark.slow
-def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, book, server, tmp_path):
-    """What the environment asks for while the trainer trains waits at the server, until the next version is there."""
+def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(
+    policy, book, server, tmp_path
+):
+    """What the environment asks for while the trainer trains waits at the server, until the next
+    version is there."""
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, max_staleness=0)
     wanted = []
     try:
-        source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
+        source.start(
+            dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append)
+        )
         dropped = 0.0
         with environment(server, api, ahead=1) as rests:
             for _ in range(5):
@@ -425,21 +511,27 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
     finally:
         source.close()
         api.stop()
-    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok  # nothing is held any more
+    # nothing is held any more
+    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [240, 24])
-def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(policy, book, server, tmp_path, second):
-    """What waited begins with the next policy, also where a batch is complete then and taken at once. Where two are
-    complete at the same time, as where all completions are as long as they may be, the environment asks for two anew:
-    one begins with each policy, and is sampled while the trainer trains."""
+def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(
+    policy, book, server, tmp_path, second
+):
+    """What waited begins with the next policy, also where a batch is complete then and taken at
+    once. Where two are complete at the same time, as where all completions are as long as they may
+    be, the environment asks for two anew: one begins with each policy, and is sampled while the
+    trainer trains."""
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, hold_requests=True)
     wanted, ages = [], []
     try:
-        source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
+        source.start(
+            dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append)
+        )
         with environment(server, api, 2, second) as rests:
             for _ in range(6):
                 rows = source.poll(8, timeout=180)
@@ -454,11 +546,14 @@ def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(po
     finally:
         source.close()
         api.stop()
-    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok  # nothing is held any more
+    # nothing is held any more
+    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
 @pytest.mark.slow
-def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(policy, book, server, tmp_path):
+def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(
+    policy, book, server, tmp_path
+):
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
@@ -468,10 +563,14 @@ def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_beg
             for _ in range(6):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()
-                for row, samplers in zip(rows, policy.samplers([completion_of(row) for row in rows]), strict=True):
+                for row, samplers in zip(
+                    rows, policy.samplers([completion_of(row) for row in rows]), strict=True
+                ):
                     assert row.policy_version == row.newest_version == policy.version
                     assert [policy.version in token for token in samplers] == [True] * len(samplers)
-                wait_for(lambda: pulled_ahead(source) >= 8, "the environment to get ahead", seconds=60)
+                wait_for(
+                    lambda: pulled_ahead(source) >= 8, "the environment to get ahead", seconds=60
+                )
                 policy.publish(policy.version + 1)
             metrics = source.metrics()
         assert metrics["rollouts/dropped_stale"] > 0

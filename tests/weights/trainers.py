@@ -8,16 +8,24 @@ import torch
 from tests.server_process import Server
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.server_client import Servers
-from trl_atropos.weights.probe import Tolerance
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
+from trl_atropos.weights.tolerance import Tolerance
 
 
 def make_publisher(
-    server: Server, folder: Path, mode: str = "colocate", transport: str = "auto", timeout: float = 30, **settings: Any
+    server: Server,
+    folder: Path,
+    mode: str = "colocate",
+    transport: str = "auto",
+    timeout: float = 30,
+    **settings: Any,
 ) -> ServerPublisher:
-    """The publisher of a mode to one server; probes every publish. `folder` is for the modes that write files."""
+    """The publisher of a mode to one server; probes every publish. `folder` is for the modes that
+    write files."""
     servers = Servers([server.url], timeout, server.token)
-    return ServerPublisher(transfer_of(mode, servers, transport, str(folder)), **{"probe_every_n_steps": 1} | settings)
+    return ServerPublisher(
+        transfer_of(mode, servers, transport, str(folder)), **{"probe_every_n_steps": 1} | settings
+    )
 
 
 def make_trainer(
@@ -44,7 +52,9 @@ def make_trainer(
     }
     args = AtroposGRPOConfig(output_dir=str(folder), vllm_mode=mode, **usual | settings)
     source = ReplaySource(recording, loop=True)
-    return AtroposGRPOTrainer(model, args, rollout_source=source, policy_publisher=publisher, peft_config=peft_config)
+    return AtroposGRPOTrainer(
+        model, args, rollout_source=source, policy_publisher=publisher, peft_config=peft_config
+    )
 
 
 def tolerance(publisher: ServerPublisher) -> float:

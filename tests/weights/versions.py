@@ -1,5 +1,5 @@
-"""A policy that changes on a real server while it samples, and the truth about every token: its log-probability tells
-which version's weights it was sampled from."""
+"""A policy that changes on a real server while it samples, and the truth about every token: its
+log-probability tells which version's weights it was sampled from."""
 
 import json
 import threading
@@ -17,12 +17,14 @@ from tests.server_process import Server
 from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.server_client import ServerClient
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.colocate import replace
-from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.transfer import open_views
 
-SCALE = 0.05  # of a change between two versions: nearly every log-probability changes by more than the tolerance
-TOLERANCE = 2e-5  # nats; a float32 server and a float32 reference have never differed by more than 6e-6
+# of a change between two versions: nearly every log-probability changes by more than the tolerance
+SCALE = 0.05
+# nats; a float32 server and a float32 reference have never differed by more than 6e-6
+TOLERANCE = 2e-5
 KEPT = 80  # versions that a completion may be of
 
 
@@ -33,7 +35,9 @@ class MovingPolicy:
         self.server = server
         self.client = ServerClient(server.url, 30, server.token)
         self.client.hold_lease()
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            server.model, dtype=torch.float32
+        ).eval()
         specs = CheckpointPlan(self.model).specs()
         self.version = self.client.info().policy_version
         self.of_version = {self.version: deepcopy(self.model)}
@@ -54,8 +58,8 @@ class MovingPolicy:
             del self.of_version[min(self.of_version)]
 
     def publish_during(self, call: "Call") -> None:
-        """Often at first, so that the shortest call meets publishes, then ever less, so that the longest call meets no
-        more versions than are kept."""
+        """Often at first, so that the shortest call meets publishes, then ever less, so that the
+        longest call meets no more versions than are kept."""
         wait = 0.05
         while call.is_alive():
             self.publish(self.version + 1)
@@ -76,8 +80,8 @@ class MovingPolicy:
 
     @torch.no_grad()
     def samplers(self, completions: list["Completion"]) -> list[list[set[int]]]:
-        """For each token of each completion the versions that give it the log-probability that it came with. The
-        completions have prompts of one length and one number of tokens."""
+        """For each token of each completion the versions that give it the log-probability that it
+        came with. The completions have prompts of one length and one number of tokens."""
         ids = torch.tensor([completion.prompt + completion.tokens for completion in completions])
         sampled = torch.tensor([completion.logprobs for completion in completions])  # (n, tokens)
         num_tokens = sampled.shape[1]
@@ -123,11 +127,19 @@ def row_of(*turns: Completion) -> Rollout:
     )
 
 
-# -------------------------------------------------------------------------------------------- the routes of the server
+# ------------------------------------------------------------------------- the routes of the server
 
 
-def generate(server: Server, prompt: list[int], num_tokens: int, n: int = 1, **fields) -> list[Completion]:
-    body = {"prompt": {"prompt_token_ids": prompt}, "n": n, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+def generate(
+    server: Server, prompt: list[int], num_tokens: int, n: int = 1, **fields
+) -> list[Completion]:
+    body = {
+        "prompt": {"prompt_token_ids": prompt},
+        "n": n,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        **fields,
+    }
     reply = server.generate(**body).json()
     return [
         Completion(prompt, tokens, [next(iter(entry[0].values())) for entry in entries])
@@ -139,21 +151,34 @@ def openai(
     server: Server, route: str, num_tokens: int, n: int = 1, stream: bool = False, **fields
 ) -> list[Completion]:
     """By `/v1/completions` or `/v1/chat/completions`, whole or in parts."""
-    body = {"model": "any", "n": n, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0}
+    body = {
+        "model": "any",
+        "n": n,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+    }
     body |= {"return_token_ids": True, "stream": stream, **fields}
     if route == "completions":
         body |= {"prompt": "abc=", "logprobs": 0}
     else:
-        body |= {"messages": [{"role": "user", "content": "say something"}], "logprobs": True, "top_logprobs": 0}
+        body |= {
+            "messages": [{"role": "user", "content": "say something"}],
+            "logprobs": True,
+            "top_logprobs": 0,
+        }
     reply = requests.post(f"{server.url}/v1/{route}", json=body, timeout=60, stream=stream)
     assert reply.status_code == 200, reply.text
-    lines = (line.removeprefix(b"data: ") for line in reply.iter_lines() if line)  # one, if it comes whole
+    # one, if it comes whole
+    lines = (line.removeprefix(b"data: ") for line in reply.iter_lines() if line)
     parts = [json.loads(line) for line in lines if line != b"[DONE]"]
     completions = [Completion([], [], []) for _ in range(n)]
     for part in parts:
         for choice in part["choices"]:
             completion = completions[choice["index"]]
-            completion.prompt = part.get("prompt_token_ids") or choice.get("prompt_token_ids") or completion.prompt
+            completion.prompt = (
+                part.get("prompt_token_ids") or choice.get("prompt_token_ids") or completion.prompt
+            )
             completion.tokens += choice.get("token_ids") or []  # the first chunk of a chat has none
             values = choice.get("logprobs") or {}
             completion.logprobs += values.get("token_logprobs") or []

@@ -1,4 +1,5 @@
-"""What tests see of a live server from outside: samples and their exact scores, clients, and every publish.
+"""What tests see of a live server from outside: samples and their exact scores, clients, and every
+publish.
 
 `test_modes.py` wraps a training in `Clients` and gives it a `WatchedPublisher`.
 """
@@ -17,7 +18,7 @@ from torch.func import functional_call
 from tests.server_process import Server
 from tests.weights.live import Weights, snapshot
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.weights.publisher import ServerPublisher
+from trl_atropos.weights.publisher import Phase, ServerPublisher
 
 NUM_SEQUENCES = 32
 LONG_SEQUENCES = 8  # of them: longer than two KV blocks
@@ -37,7 +38,12 @@ class Sampled:
 
 
 def sample(server: Server, prompt: list[int], num_tokens: int) -> Sampled:
-    body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0}
+    body = {
+        "prompt": {"prompt_token_ids": prompt},
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     reply = requests.post(f"{server.url}/generate", json=body, timeout=SAMPLING_TIMEOUT)
     assert reply.status_code == 200, reply.text
     (tokens,), (entries,) = reply.json()["token_ids"], reply.json()["logprobs"]
@@ -50,7 +56,9 @@ def wait_for_requests(server: Server, number: int) -> None:
     """Returns when the engine has that many requests at work."""
     deadline, running = time.monotonic() + 30, 0.0
     while running < number:
-        assert time.monotonic() < deadline, f"the engine has {running:.0f} requests at work, not {number}"
+        assert time.monotonic() < deadline, (
+            f"the engine has {running:.0f} requests at work, not {number}"
+        )
         metrics = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
         (line,) = [line for line in metrics if line.startswith("vllm:num_requests_running{")]
         running = float(line.rsplit(" ", 1)[1])
@@ -58,12 +66,18 @@ def wait_for_requests(server: Server, number: int) -> None:
 
 @torch.no_grad()
 def score(model: torch.nn.Module, weights: Weights, samples: list[Sampled]) -> list[torch.Tensor]:
-    """Log-probabilities of the sampled tokens if `model` had `weights`: nats, one tensor (num_tokens,) per sample."""
-    if len(samples) > LONG_SEQUENCES:  # those of like length together: padding costs as much as tokens
-        return score(model, weights, samples[:LONG_SEQUENCES]) + score(model, weights, samples[LONG_SEQUENCES:])
+    """Log-probabilities of the sampled tokens if `model` had `weights`: nats, one tensor
+    (num_tokens,) per sample."""
+    # those of like length together: padding costs as much as tokens
+    if len(samples) > LONG_SEQUENCES:
+        return score(model, weights, samples[:LONG_SEQUENCES]) + score(
+            model, weights, samples[LONG_SEQUENCES:]
+        )
     rows = [row.prompt + row.tokens for row in samples]
     longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=next(model.parameters()).device)
+    ids = torch.tensor(
+        [row + [0] * (longest - len(row)) for row in rows], device=next(model.parameters()).device
+    )
     training = model.training
     model.eval()
     try:
@@ -86,15 +100,18 @@ class Publish:
     version: int
     began: float  # seconds, `time.monotonic`: of the pause
     ended: float  # the server has resumed
-    crossed: bool  # right after that, it had an unfinished request which had begun with an earlier version
-    error: float | None = None  # nats: largest difference between server and trainer, where it was looked for
-    change: float | None = None  # nats: largest difference between the server and the trainer's version before
+    # right after that, it had an unfinished request which had begun with an earlier version
+    crossed: bool
+    # nats: largest difference between server and trainer, where it was looked for
+    error: float | None = None
+    # nats: largest difference between the server and the trainer's version before
+    change: float | None = None
 
 
 class WatchedPublisher(ServerPublisher):
     """
-    Waits for requests in flight before every publish. After it, lets the server continue random prompts, and scores
-    that with this version and the last.
+    Waits for requests in flight before every publish. After it, lets the server continue random
+    prompts, and scores that with this version and the last.
     """
 
     def __init__(self, *args: Any, **settings: Any):
@@ -107,31 +124,34 @@ class WatchedPublisher(ServerPublisher):
         (client,) = self.servers.clients
         self._server = Server(client.url, client.token, "")
         block, generator = self.servers.info.block_size, random.Random(0)
-        # The same ones at every publish: their blocks are in the prefix cache, and must not survive there.
+        # The same ones at every publish: their blocks are in the prefix cache, and must not survive
+        # there.
         lengths = [2 * block + i if i < LONG_SEQUENCES else 3 + i for i in range(NUM_SEQUENCES)]
         self._prompts = [[generator.randrange(256) for _ in range(length)] for length in lengths]
 
     def before_step(self) -> None:
-        if self.transfer.steps_in_place and self._pausing is None:  # a server that has paused begins no request
+        # a server that has paused begins no request
+        if self.transfer.steps_in_place and self._phase is Phase.SAMPLING:
             self._await_requests()
         super().before_step()
 
-    def _pause(self) -> None:
-        if not self._paused and self._pausing is None:
+    def _pause(self, phase: Phase = Phase.PAUSED) -> None:
+        if self._phase is Phase.SAMPLING:
             self._await_requests()
-        super()._pause()
+        super()._pause(phase)
 
     def _await_requests(self) -> None:
-        wait_for_requests(self._server, 3)  # some may end before the pause takes hold, on a busy machine
+        # some may end before the pause takes hold, on a busy machine
+        wait_for_requests(self._server, 3)
         self._began = time.monotonic()
 
-    def _send(self) -> None:
-        super()._send()
+    def _resume(self) -> None:
+        super()._resume()
         crossed = self.servers.clients[0].info().oldest_version_in_flight < self.policy_version
         self.seen.append(Publish(self.policy_version, self._began, time.monotonic(), crossed))
 
-    def _run_probe(self) -> None:
-        super()._run_probe()
+    def _prove(self) -> None:
+        super()._prove()
         now = snapshot(self._trainer.model)
         before = self.weights[self.seen[-2].version] if len(self.seen) > 1 else None
         self.weights[self.policy_version] = now
@@ -141,8 +161,12 @@ class WatchedPublisher(ServerPublisher):
     def _compare(self, before: Weights | None, now: Weights) -> None:
         with ThreadPoolExecutor(NUM_SEQUENCES) as pool:
             lengths = [4 + i % 5 for i in range(NUM_SEQUENCES)]
-            samples = list(pool.map(lambda asked: sample(self._server, *asked), zip(self._prompts, lengths)))
-        assert {(row.begun, row.ended) for row in samples} == {(self.policy_version, self.policy_version)}
+            samples = list(
+                pool.map(lambda asked: sample(self._server, *asked), zip(self._prompts, lengths))
+            )
+        assert {(row.begun, row.ended) for row in samples} == {
+            (self.policy_version, self.policy_version)
+        }
         model, seen = self._trainer.model, self.seen[-1]
         seen.error = largest_difference(model, now, samples)
         if before is not None:
@@ -174,7 +198,9 @@ class Clients:
     def __enter__(self) -> "Clients":
         self._stop = threading.Event()
         routes = ("/generate", "/generate", "/generate", "/v1/completions")
-        self._threads = [threading.Thread(target=self._run, args=(i, route)) for i, route in enumerate(routes)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(i, route)) for i, route in enumerate(routes)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -207,5 +233,7 @@ class Clients:
             "ignore_eos": True,
             "model": "what-the-environment-calls-it",
         }
-        reply = requests.post(f"{self.server.url}/v1/completions", json=body, timeout=SAMPLING_TIMEOUT)
+        reply = requests.post(
+            f"{self.server.url}/v1/completions", json=body, timeout=SAMPLING_TIMEOUT
+        )
         assert reply.status_code == 200, reply.text

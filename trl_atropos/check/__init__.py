@@ -1,7 +1,8 @@
-"""`trl-atropos check`: everything that can be known to be wrong with a recipe, before anything is started.
+"""`trl-atropos check`: everything that can be known to be wrong with a recipe before it is run.
 
-The recipe is parsed as the main job parses it, with the same checks. Then every module of this folder looks at
-what it knows of, and yields findings: `AtroposTrainingError`s, as a run would raise them. This module prints them.
+The recipe is parsed as the main job parses it, with the same checks. Then every module of this
+folder looks at what it knows of, and yields findings: `AtroposTrainingError`s, as a run would raise
+them. This module collects and prints them.
 """
 
 import argparse
@@ -13,11 +14,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.logging import columns
+
+if TYPE_CHECKING:
+    from trl_atropos.check.launch import Launch
+    from trl_atropos.recipe import Recipe
 
 DESCRIPTION = """\
 Finds what is wrong with a recipe before it is run, and says what to do about
@@ -42,10 +47,13 @@ Errors would end the run, or train on something else than is meant; with
 warnings it goes on, and loses something. Exit code: 0 without errors, 1 with
 some, 2 for a command line that is wrong."""
 
-RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
+RED = "\033[31m"
+YELLOW = "\033[33m"
+GREEN = "\033[32m"
+PLAIN = "\033[0m"
 WIDTH = 110  # columns at most
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
-ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
+ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, if its size does not matter
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,11 +65,19 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings, memory, versions")
-    add, given = parser.add_argument, "as `accelerate launch` will be given it"
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: ok, findings, memory, versions"
+    )
+    add = parser.add_argument
+    given = "as you will give it to `accelerate launch`"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
-    add("--host_memory_gb", type=float, metavar="N", help="plan for machines with N GiB of memory besides")
+    add(
+        "--host_memory_gb",
+        type=float,
+        metavar="N",
+        help="plan for machines with N GiB of memory besides",
+    )
     add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
     add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
     add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
@@ -72,126 +88,197 @@ def build_parser() -> argparse.ArgumentParser:
 @dataclass
 class Report:
     findings: list[Finding]  # errors first
-    memory: dict[str, Any]  # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    memory: dict[str, Any]
     versions: dict[str, str]  # of what is installed
 
     @property
     def exit_code(self) -> int:
-        codes = {one.code for one in self.findings if one.level == ERROR}
-        return 2 if codes & WRONG_USE else 1 if codes else 0
+        codes = {finding.code for finding in self.findings if finding.level == ERROR}
+        if codes & WRONG_USE:
+            return 2
+        return 1 if codes else 0
 
     def as_json(self) -> str:
-        parts = ("what", "seen", "fix", "level")
-        listed = [{"name": one.code} | {part: getattr(one, part) for part in parts} for one in self.findings]
-        whole = {"ok": not self.exit_code, "findings": listed, "memory": self.memory, "versions": self.versions}
-        return json.dumps(whole, indent=2) + "\n"
+        findings = [
+            {
+                "name": finding.code,
+                "what": finding.what,
+                "seen": finding.seen,
+                "fix": finding.fix,
+                "level": finding.level,
+            }
+            for finding in self.findings
+        ]
+        content = {
+            "ok": not self.exit_code,
+            "findings": findings,
+            "memory": self.memory,
+            "versions": self.versions,
+        }
+        return json.dumps(content, indent=2) + "\n"
 
 
 def main(argv: list[str]) -> None:
-    """Prints what was found, and exits with the code that the help text names."""
+    """Prints the findings, and exits with the code that the help text names."""
     if not argv or {"-h", "--help"} & set(argv):
         build_parser().print_help()
         sys.exit(0 if argv else 2)
-    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
+    with contextlib.redirect_stdout(sys.stderr):  # libraries such as DeepSpeed write to stdout
         report = examine(argv)
     if "--json" in argv:
         sys.stdout.write(report.as_json())
     else:
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        sys.stdout.write("".join(f"{line}\n" for line in _lines(report, colours)))
+        for line in _lines(report, colours):
+            sys.stdout.write(f"{line}\n")
     sys.exit(report.exit_code)
 
 
 def examine(argv: list[str]) -> Report:
-    """What is wrong with the run that these arguments of the main job describe."""
+    """Returns what is wrong with the run that these arguments of the main job describe."""
     from trl_atropos.check.launch import Launch, packages, read, refused
-    from trl_atropos.protocol import stated_settings
+    from trl_atropos.flags import stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
     del options.json
-    launch, recipe, memory = Launch(**vars(options)), None, {"table": []}
-    found = list(refused(lambda: launch.content))
-    if found:
+    launch = Launch(**vars(options))
+    findings = list(refused(lambda: launch.content))
+    if findings:
         launch = replace(launch, config_file=None)
     stated = stated_settings(argv)
+    recipe = None
+    memory = {"table": []}
     try:
         recipe = read(argv, stated, launch)
         more, memory = _of_recipe(recipe, launch, stated)
-        found += more
+        findings += more
     except Finding as error:  # without a recipe that can be read there is nothing more to look at
-        found.append(error)
-    found += packages(recipe)
-    found.sort(key=lambda one: one.level != ERROR)
-    return Report(found, memory, versions())
+        findings.append(error)
+    findings += packages(recipe)
+    findings.sort(key=lambda finding: finding.level != ERROR)
+    return Report(findings, memory, versions())
 
 
-def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], dict[str, Any]]:
-    from trl_atropos.check.fit import estimate, findings
-    from trl_atropos.check.launch import Plan, case_of, dead, layout, plan_of, refused, saves
-    from trl_atropos.check.memory import disk
-    from trl_atropos.check.services import environments, lengths, services
-    from trl_atropos.recipe import check_files, check_reports
+def _of_recipe(
+    recipe: "Recipe", launch: "Launch", stated: dict[str, Any]
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Returns the findings about a recipe, and `Report.memory`."""
+    from trl_atropos.check.launch import dead, layout, refused, saves
+    from trl_atropos.check.services import environments, services
+    from trl_atropos.recipe import check_reports
 
-    memory = {"table": ["Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."]}
-    folder, was_there = recipe.training.output_dir, os.path.isdir(recipe.training.output_dir)
-    found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
-    if not was_there and os.path.isdir(folder) and not os.listdir(folder):
-        os.rmdir(folder)
-    found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
-    found += saves(recipe, launch, stated)
-    if any(one.code == "model" for one in found):  # to ask for it again would take as long
-        return found, {"table": ["Memory: no estimate, because the model cannot be loaded or trained."]}
+    findings = [
+        *_of_files(recipe),
+        *refused(lambda: check_reports(recipe.training)),
+        *services(recipe, launch),
+        *layout(recipe, launch),
+        *environments(recipe),
+        *dead(recipe, stated),
+        *saves(recipe, launch, stated),
+    ]
+    # to ask for a model again that was not there would take as long
+    if any(finding.code == "model" for finding in findings):
+        what = "Memory: no estimate, because the model cannot be loaded or trained."
+        return findings, {"table": [what]}
     try:
-        plan = plan_of(recipe.training, launch)
-        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
-        found += lengths(recipe, case)
-        found += disk(case, launch.elsewhere)
-        if plan is not None:
-            fit = estimate(case)
-            found += findings(fit)
-            memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
-            memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
-            memory |= {"host": fit.host, "host_available": plan.host}
+        return findings, _of_memory(recipe, launch, findings)
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
-            what, seen = "peft cannot put the adapter into the model", f"{recipe.model.lora_target_modules}"
+            what = "peft cannot put the adapter into the model"
+            seen = f"lora_target_modules: {recipe.model.lora_target_modules}"
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
-            found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
-        memory = {"table": [f"Memory: no estimate, because the model does not run without data: {reason}"]}
-    return found, memory
+            findings.append(Finding(what, seen, fix, "adapter"))
+        what = f"Memory: no estimate, because the model does not run without data: {reason}"
+        return findings, {"table": [what]}
+
+
+def _of_files(recipe: "Recipe") -> list[Finding]:
+    """Returns the findings about files. The check makes the output folder, and does not leave it
+    behind."""
+    from trl_atropos.check.launch import refused
+    from trl_atropos.recipe import check_files
+
+    folder = recipe.training.output_dir
+    was_there = os.path.isdir(folder)
+    findings = list(refused(lambda: check_files(recipe)))
+    if not was_there and os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+    return findings
+
+
+def _of_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding]) -> dict[str, Any]:
+    """Adds the findings about lengths, disk and memory. Returns `Report.memory`."""
+    from trl_atropos.check import fit
+    from trl_atropos.check.launch import Plan, case_of, plan_of
+    from trl_atropos.check.memory import disk
+    from trl_atropos.check.services import lengths
+
+    plan = plan_of(recipe.training, launch)
+    case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
+    findings += lengths(recipe, case)
+    findings += disk(case, launch.elsewhere)
+    if plan is None:
+        what = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."
+        return {"table": [what]}
+    estimate = fit.estimate(case)
+    findings += fit.findings(estimate)
+    return {
+        "table": estimate.table(),
+        "bytes": {process.name: process.items for process in estimate.processes},
+        "total": estimate.total,
+        "available": plan.total,
+        "fits": estimate.fits,
+        "host": estimate.host,
+        "host_available": plan.host,
+    }
 
 
 def _lines(report: Report, colours: bool) -> Iterator[str]:
-    def painted(text: str, colour: str) -> str:
-        return f"{colour}{text}{PLAIN}" if colours else text
-
-    for number, one in enumerate(report.findings, start=1):
-        yield f"{number}. {painted(one.level, RED if one.level == ERROR else YELLOW)} [{one.code}]"
-        for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
-            yield from wrapped(text, title)
+    """Yields the report for people."""
+    for number, finding in enumerate(report.findings, start=1):
+        level = _painted(finding.level, RED if finding.level == ERROR else YELLOW, colours)
+        yield f"{number}. {level} [{finding.code}]"
+        yield from wrapped(f"{finding.what.rstrip('.')}.", "   ")
+        yield from wrapped(finding.seen, "   seen  ")
+        yield from wrapped(finding.fix, "   fix   ")
         yield ""
-    count = Counter(one.level for one in report.findings)
-    counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
-    if count[ERROR]:
-        yield painted(f"{', '.join(counts)}.", RED)
-    elif count[WARNING]:
-        yield painted(f"No error, {counts[1]}.", YELLOW)
+    levels = Counter(finding.level for finding in report.findings)
+    warnings = _counted(levels[WARNING], WARNING)
+    if levels[ERROR]:
+        yield _painted(f"{_counted(levels[ERROR], ERROR)}, {warnings}.", RED, colours)
+    elif levels[WARNING]:
+        yield _painted(f"No error, {warnings}.", YELLOW, colours)
     else:
-        yield painted("Nothing wrong was found.", GREEN)
+        yield _painted("Nothing wrong was found.", GREEN, colours)
     if report.memory["table"]:
         yield ""
-        for line in report.memory["table"]:  # of which only what is no figure is long
+        for line in report.memory["table"]:  # sentences are long, lines of figures are not
             yield from textwrap.wrap(line, width(), drop_whitespace=False)
 
 
+def _painted(text: str, colour: str, colours: bool) -> str:
+    return f"{colour}{text}{PLAIN}" if colours else text
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def width() -> int:
-    """Columns that a line may take."""
+    """Returns the columns that a line may take."""
     return min(WIDTH, columns() or WIDTH)
 
 
 def wrapped(text: str, title: str = "") -> list[str]:
-    """The lines of a text beside its title. What people copy stays whole."""
-    indent = {"initial_indent": title, "subsequent_indent": " " * len(title)}
-    return textwrap.wrap(text, width(), break_long_words=False, break_on_hyphens=False, **indent)
+    """Returns the lines of a text beside its title. What people copy stays whole."""
+    return textwrap.wrap(
+        text,
+        width(),
+        break_long_words=False,
+        break_on_hyphens=False,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+    )

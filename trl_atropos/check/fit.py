@@ -1,52 +1,83 @@
-"""Whether a run fits into memory: what it takes as a table, and what to change where that is too much."""
+"""Tells whether a run fits into memory, and which settings to change if it does not.
+
+A `Case` (`launch.py`) comes in. `memory.py` estimates its trainer and its server. `check` prints
+the `table` of an `Estimate`, and its `findings`.
+"""
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB, Case
+from trl_atropos.check.launch import GIB, Case, Plan
 from trl_atropos.check.memory import Process, server_memory, smallest_cache, trainer_memory
 from trl_atropos.errors import AtroposTrainingError as Finding
+
+Settings = dict[str, Any]  # of the recipe by name, and flags of the server (`--...`)
+
+
+def estimate(case: Case) -> "Estimate":
+    """Returns what the run takes. Loads nothing but the model's config."""
+    server = None
+    if case.flags is not None and case.recipe.services.start_vllm:
+        server = server_memory(case)
+    return Estimate(case, trainer_memory(case), server)
 
 
 @dataclass(frozen=True)
 class Estimate:
+    """Holds what the processes of a run take, and compares it with what there is."""
+
     case: Case
     trainer: Process
-    server: Process | None  # `None` where the run starts none, so that its flags and devices are not known
+    # `None` if the run does not start it, so that its flags and devices are not known
+    server: Process | None
+
+    @property
+    def plan(self) -> Plan:
+        return self.case.plan
 
     @property
     def processes(self) -> list[Process]:
-        return [self.trainer] if self.server is None else [self.trainer, self.server]
+        if self.server is None:
+            return [self.trainer]
+        return [self.trainer, self.server]
 
     @property
     def servers(self) -> int:
-        """How many of the servers that the run starts are on the trainer's device; on the CPU, on the machine."""
-        each_its_own = self.case.plan.device == "cuda" and self.case.training.vllm_mode == "colocate"
-        return 1 if each_its_own else len(self.case.training.vllm_server_urls)
+        """Number of servers on the trainer's device, or on the CPU, on the machine."""
+        training = self.case.training
+        if self.plan.device == "cuda" and training.vllm_mode == "colocate":
+            return 1  # each has a device of its own, and a trainer's process beside it
+        return len(training.vllm_server_urls)
 
     @property
     def total(self) -> int:
-        """Bytes that the trainer's device needs; on the CPU, the machine."""
-        plan, on_cpu = self.case.plan, self.case.plan.device == "cpu"  # where all processes share one memory
-        total = self.trainer.total * (plan.processes if on_cpu else 1)
+        """Bytes that the trainer's device needs, or on the CPU, the machine."""
+        on_cpu = self.plan.device == "cpu"
+        trainer = self.trainer.total
+        if on_cpu:
+            trainer *= self.plan.processes  # which share the machine's memory
         if self.server is None:
-            return total
-        runtime, served = (size * self.servers for size in (self.server.items["runtime"], self.server.total))
-        if self.case.training.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
-            return max(total + runtime, self.trainer.resting + served)
-        return total + served
+            return trainer
+        served = self.servers * self.server.total
+        if on_cpu or not self.case.training.vllm_enable_sleep_mode:
+            return trainer + served
+        while_training = trainer + self.servers * self.server.items["runtime"]
+        while_sampling = self.trainer.resting + served
+        return max(while_training, while_sampling)
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that the processes of one machine need. 0 on the CPU, where `total` has them."""
-        servers = len(self.case.training.vllm_server_urls) * sum(self.server.host.values()) if self.server else 0
-        return self.case.plan.local * sum(self.trainer.host.values()) + servers
+        """Bytes of host memory that one machine needs. 0 on the CPU, where `total` includes it."""
+        needed = self.plan.local * sum(self.trainer.host.values())
+        if self.server is not None:
+            servers = len(self.case.training.vllm_server_urls)
+            needed += servers * sum(self.server.host.values())
+        return needed
 
     @property
     def cache(self) -> int:
@@ -54,196 +85,284 @@ class Estimate:
         return self.server.items.get("KV cache", 0)
 
     def shortage(self, spare: float = 0.0) -> int:
-        """Bytes that are missing of host memory, and on the device if this share of it is to stay free."""
-        plan = self.case.plan
-        return max(0, self.total - int((1 - spare) * plan.total)) + max(0, self.host - (plan.host or self.host))
+        """Returns the missing bytes, of the device and of host memory together. Of the device, the
+        share `spare` stays free."""
+        available = int((1 - spare) * self.plan.total)
+        missing = max(0, self.total - available)
+        if self.plan.host is not None:
+            missing += max(0, self.host - self.plan.host)
+        return missing
 
     @property
     def fits(self) -> bool:
-        return not self.shortage()
+        return self.shortage() == 0
+
+    def changed(self, settings: Settings) -> "Estimate":
+        """Returns the estimate of the run with other settings, or flags of the server (`--...`)."""
+        training = copy.copy(self.case.training)
+        model = copy.copy(self.case.recipe.model)
+        flags = self.case.flags
+        for name, value in settings.items():
+            if name.startswith("--"):
+                flags = flags | {name: value}
+            elif hasattr(model, name):
+                setattr(model, name, value)
+            else:
+                setattr(training, name, value)
+        recipe = replace(self.case.recipe, training=training, model=model)
+        adapter = get_peft_config(model)
+        return estimate(replace(self.case, recipe=recipe, flags=flags, peft_config=adapter))
 
     def table(self) -> list[str]:
-        case, plan = self.case, self.case.plan
-        where, name = ("device", "the device") if plan.device == "cuda" else ("process", "the machine")
+        """Returns lines with the items of each process, and below them the sums."""
+        case = self.case
+        plan = self.plan
+        unit = "process"
+        memory = "the machine"
+        if plan.device == "cuda":
+            unit = "device"
+            memory = "the device"
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
-        lines = [f"Peak memory per {where} in GiB, estimated ({size}):"]
-        for process in self.processes:
-            servers = "server" if self.servers == 1 else f"server, each of {self.servers}"
-            title = servers if process is self.server else f"trainer, in {process.when}"
-            lines.append(_line(f"  {title}", process.total))
-            items = process.items | {f"{name} (host memory)": size for name, size in process.host.items()}
-            lines += [_line(f"    {name}", size) for name, size in items.items() if size]
-        if self.server is None and case.flags is not None:
+        lines = [f"Peak memory per {unit} in GiB, estimated ({size}):"]
+        lines += _process_lines(f"trainer, in {self.trainer.when}", self.trainer)
+        subject = "the trainer"
+        if self.server is not None and self.servers == 1:
+            lines += _process_lines("server", self.server)
+            subject = "both"
+        elif self.server is not None:
+            lines += _process_lines(f"server, each of {self.servers}", self.server)
+            subject = "all"
+        elif case.flags is not None:
             lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        who = "the trainer" if self.server is None else "both" if self.servers == 1 else "all"
-        lines.append(_line(f"  {who}, of {plan.total / GIB:.2f} that {name} has", self.total))
-        if self.host:
-            has = "of a machine" if plan.host is None else f"of {plan.host / GIB:.2f} that the machine has"
-            lines.append(_line(f"  host memory, {has}", self.host))
+        title = f"  {subject}, of {_gib(plan.total)} that {memory} has"
+        lines.append(_line(title, self.total))
+        if self.host and plan.host is None:
+            lines.append(_line("  host memory, of a machine", self.host))
+        elif self.host:
+            title = f"  host memory, of {_gib(plan.host)} that the machine has"
+            lines.append(_line(title, self.host))
         return lines
 
 
+def _process_lines(title: str, process: Process) -> list[str]:
+    lines = [_line(f"  {title}", process.total)]
+    for name, size in process.items.items():
+        lines.append(_line(f"    {name}", size))
+    for name, size in process.host.items():
+        if size:
+            lines.append(_line(f"    {name} (host memory)", size))
+    return lines
+
+
 def _line(title: str, size: int) -> str:
-    return f"{title:<44}{size / GIB:>8.2f}"
+    return f"{title:<44}{_gib(size):>8}"
 
 
-def estimate(case: Case) -> Estimate:
-    """Loads nothing but the model's config."""
-    starts = case.flags is not None and case.recipe.services.start_vllm
-    return Estimate(case, trainer_memory(case), server_memory(case) if starts else None)
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
 
 
-# ------------------------------------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------------------- what does not fit
 
 
-def findings(found: Estimate) -> Iterator[Finding]:
-    """One if the server has no room for its KV cache, and one if the run does not fit, with that room."""
-    case, plan, run = found.case, found.case.plan, "The run"
-    here = f"{plan.total / GIB:.2f}"
-    if found.server is not None and found.cache < smallest_cache(case):
-        what = (
-            f"The server has {found.cache / GIB:.2f} GiB left for its KV cache, but one rollout of `--max-model-len` "
-            f"({case.max_model_len}) tokens takes {smallest_cache(case) / GIB:.2f}"
-        )
-        own, [(flag, value)] = found.server.total, _with_cache(found, smallest_cache(case)).items()
-        fix = f"Raise `{flag}` in `vllm_args` to at least {value}, or lower `--max-model-len`."
+def findings(fit: Estimate) -> Iterator[Finding]:
+    """Yields a finding if the server has no room for its KV cache, and one if the run, with that
+    room, does not fit."""
+    run = "The run"
+    if fit.server is not None and fit.cache < smallest_cache(fit.case):
+        settings = _cache_of(fit, smallest_cache(fit.case))
+        [(flag, value)] = settings.items()
         if flag == "--gpu-memory-utilization" and float(value) >= 1:
             fix = (
-                "Divide the server over more GPUs (`--tensor-parallel-size` in `vllm_args`), or take a smaller model."
+                "Divide the server over more GPUs (`--tensor-parallel-size` in `vllm_args`), or "
+                "take a smaller model."
             )
+            yield _cache_finding(fit, fix)
         else:
-            found, run = estimate(_changed(case, {flag: value})), "With that, the run"
-        yield Finding(what, f"{own / GIB:.2f} of {here} GiB for the server", fix, "kv-cache")
-    if not found.fits:
-        missing, seen = [], []
-        if found.total > plan.total:
-            total, parts = f"{found.total / GIB:.2f}", (f"the {p.name} {p.total / GIB:.2f}" for p in found.processes)
-            device = "device" if plan.device == "cuda" else "machine"
-            missing.append(f"takes {total} GiB of memory ({', '.join(parts)}), but the {device} has {here}")
-            seen.append(f"{total} of {here} GiB")
-        if plan.host is not None and found.host > plan.host:
-            takes, has = f"{found.host / GIB:.2f}", f"{plan.host / GIB:.2f}"
-            missing.append(f"takes {takes} GiB of host memory, but the machine has {has}")
-            seen.append(f"{takes} of {has} GiB of host memory")
-        yield Finding(f"{run} {', and '.join(missing)}", ", ".join(seen), _way_out(found), "memory")
+            fix = f"Raise `{flag}` in `vllm_args` to at least {value}, or lower `--max-model-len`."
+            yield _cache_finding(fit, fix)
+            fit = fit.changed(settings)
+            run = "With that, the run"
+    if not fit.fits:
+        yield _memory_finding(fit, run)
 
+
+def _cache_finding(fit: Estimate, fix: str) -> Finding:
+    smallest = smallest_cache(fit.case)
+    what = (
+        f"The server has {_gib(fit.cache)} GiB left for its KV cache, but one rollout of "
+        f"`--max-model-len` ({fit.case.max_model_len}) tokens takes {_gib(smallest)}"
+    )
+    seen = f"{_gib(fit.server.total)} of {_gib(fit.plan.total)} GiB for the server"
+    return Finding(what, seen, fix, "kv-cache")
+
+
+def _memory_finding(fit: Estimate, run: str) -> Finding:
+    plan = fit.plan
+    device = "device" if plan.device == "cuda" else "machine"
+    missing = []
+    seen = []
+    if fit.total > plan.total:
+        needed = _gib(fit.total)
+        available = _gib(plan.total)
+        parts = f"the trainer {_gib(fit.trainer.total)}"
+        if fit.server is not None:
+            parts += f", the server {_gib(fit.server.total)}"
+        missing.append(f"takes {needed} GiB of memory ({parts}), but the {device} has {available}")
+        seen.append(f"{needed} of {available} GiB")
+    if plan.host is not None and fit.host > plan.host:
+        needed = _gib(fit.host)
+        available = _gib(plan.host)
+        missing.append(f"takes {needed} GiB of host memory, but the machine has {available}")
+        seen.append(f"{needed} of {available} GiB of host memory")
+    what = f"{run} {', and '.join(missing)}"
+    return Finding(what, ", ".join(seen), _advice(fit), "memory")
+
+
+# --------------------------------------------------------------------------------------- the advice
 
 SPARE = 0.05  # of the device, which the advice leaves free: estimates are not exact
-WORTH = 0.005  # of the device, which a change saves at least, unless it is enough
 CACHE_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
 ADAPTER = {"use_peft": True, "lora_target_modules": "all-linear"}
 
 
-def _way_out(found: Estimate) -> str:
-    """The changes with which the run fits; and an adapter, with the changes that it still needs."""
-    case, ways = found.case, []
-    if found.server is None and case.flags is not None and case.training.max_sequence_length is None:
-        reason = f"Rollouts of {case.length} tokens are expected, as many as the model takes"
-        ways.append(f"{reason}: set `max_sequence_length` to the server's `--max-model-len`.")
-    changed, then = _enough(found, _changes(found))
-    texts = [f"Change, what costs least first: {_listed(found, changed)}. {_takes(then)}"] if changed else []
+def _advice(fit: Estimate) -> str:
+    """Returns the changes with which the run fits, and an adapter with the changes it needs."""
+    case = fit.case
+    sentences = []
+    by_hand = fit.server is None and case.flags is not None
+    if by_hand and case.training.max_sequence_length is None:
+        sentences.append(
+            f"Rollouts of {case.length} tokens are expected, as many as the model takes: set "
+            "`max_sequence_length` to the server's `--max-model-len`."
+        )
+    changes = _enough(fit)
+    changed = _all_changed(fit, changes)
+    offers = []
+    if changes:
+        offers.append(f"Change, what costs least first: {_described(fit, changes)}")
     if case.peft_config is None:
-        adapted = estimate(_changed(case, ADAPTER))
-        more, less = _enough(adapted, _changes(adapted))
-        offer = f"an adapter: {_listed(found, [ADAPTER, *more])}. {_takes(less)}"
-        if then.fits:
-            texts += [f"Or train {offer}"] if less.fits else []
-        elif less.shortage() < then.shortage() - SPARE * case.plan.total:
-            texts, then = [f"Train {offer}"], less
-    if not then.fits:
-        texts.append("Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2).")
-    return " ".join([*ways, *texts])
+        changes = [ADAPTER, *_enough(fit.changed(ADAPTER))]
+        adapted = _all_changed(fit, changes)
+        if changed.fits and adapted.fits:
+            offers.append(f"Or train an adapter: {_described(fit, changes)}")
+        elif changed.shortage() - adapted.shortage() > SPARE * fit.plan.total:
+            offers = [f"Train an adapter: {_described(fit, changes)}"]
+            changed = adapted
+    sentences += offers
+    if not changed.fits:
+        sentences.append(
+            "Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
+        )
+    return " ".join(sentences)
 
 
-def _enough(found: Estimate, changes: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Estimate]:
-    """As many of the changes as it takes until the run fits with room to spare, without those that later ones make
-    needless; and what the run takes with them. All that help, where it does not fit."""
-    taken, now = [], found
-    for settings in changes:
-        if not now.shortage(SPARE):
-            break
-        tried = estimate(_changed(now.case, settings))
-        saved = now.shortage(SPARE) - tried.shortage(SPARE)
-        if saved > WORTH * found.case.plan.total or not tried.shortage(SPARE):
-            taken, now = [*taken, settings], tried
-    for settings in reversed([] if now.shortage(SPARE) else taken[:-1]):
-        fewer = [one for one in taken if one is not settings and not one.keys() <= CACHE_FLAGS]
-        tried = estimate(reduce(_changed, fewer, found.case))
-        if tried.shortage(SPARE) and tried.server is not None and (less := _smaller_cache(tried)):
-            fewer = [less, *fewer]  # as much less as these leave to do
-            tried = estimate(reduce(_changed, fewer, found.case))
-        if not tried.shortage(SPARE):
-            taken, now = fewer, tried
-    return list({tuple(one): one for one in taken}.values()), now  # of those to the same settings, the last
-
-
-def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
-    """The changes as text, and what each saves on top of those before it."""
-    texts, now = [], found
-    for settings in changes:
-        then = estimate(_changed(now.case, settings))
-        besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if now.case.plan.device == "cpu" else ""  # which would come first
-        flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
-        before = vars(now.case.training) | vars(now.case.recipe.model)
-        different = {name: value for name, value in settings.items() if value != before.get(name)}
-        written = [f"`{name}: {str(getattr(value, 'value', value)).lower()}`" for name, value in different.items()]
-        saved, more = now.total - then.total, then.host - now.host
-        effects = [f"saves {saved / GIB:.2f}"] if saved > 0 else []
-        verb = "takes" if more > 0 else "and" if effects else "saves"
-        effects += [f"{verb} {abs(more) / GIB:.2f} of host memory"] if more else []
-        texts.append(" and ".join(flags or written) + (f" ({', '.join(effects)})" if effects else ""))
-        now = then
-    return "; ".join(texts)
-
-
-def _takes(found: Estimate) -> str:
-    host = f", and {found.host / GIB:.2f} of host memory" if found.host > GIB else ""
-    return f"It then {'takes' if found.fits else 'still takes'} {found.total / GIB:.2f}{host}."
-
-
-def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
-    """Settings, or a flag of the server; the cheapest change first."""
-    case, args = found.case, found.case.training
-    if found.server is not None and (smaller := _smaller_cache(found)):
-        yield smaller
+def _levers(fit: Estimate) -> Iterator[Settings]:
+    """Yields the changes that save memory, what costs least first: a smaller KV cache, recomputed
+    activations, micro-batches of one rollout, and masters in host memory, or out of it."""
+    case = fit.case
+    args = case.training
+    if fit.server is not None:
+        size = max(smallest_cache(case), fit.cache // 4)
+        yield _cache_of(fit, size)
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    by_tokens, rollouts = args.max_tokens_per_micro_batch is not None or case.chooses_token_budget, case.rollouts
-    while rollouts > 1:
-        rollouts //= 2
-        if by_tokens:
-            yield {"max_tokens_per_micro_batch": rollouts * case.length}
-        elif case.rollouts % rollouts == 0:  # so that as many rollouts as before make an optimizer step
-            steps = args.gradient_accumulation_steps * case.rollouts // rollouts
-            yield {"per_device_train_batch_size": rollouts, "gradient_accumulation_steps": steps}
-    if case.plan.device == "cuda":  # on the CPU, the host's memory is the device's, and bitsandbytes is for GPUs
-        if "8bit" not in args.optim and not args.offload_master_weights:  # bitsandbytes steps on a GPU
-            yield {"optim": "adamw_bnb_8bit"}
-        yield {"offload_master_weights": not args.offload_master_weights, "optim": args.optim}
+    if args.max_tokens_per_micro_batch is not None or case.chooses_token_budget:
+        yield {"max_tokens_per_micro_batch": case.length}
+    else:
+        # As many rollouts as before make an optimizer step.
+        steps = args.gradient_accumulation_steps * case.rollouts
+        yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+    if fit.plan.device == "cuda":  # on the CPU, host memory is the device's
+        yield {"offload_master_weights": not args.offload_master_weights}
 
 
-def _smaller_cache(found: Estimate) -> dict[str, str]:
-    """As much less KV cache as is needed, but no less than a quarter, nor than one rollout needs."""
-    wanted = max(smallest_cache(found.case), found.cache // 4, found.cache - found.shortage(SPARE))
-    return _with_cache(found, wanted) if wanted < found.cache else {}
+def _enough(fit: Estimate) -> list[Settings]:
+    """Returns levers with which the run fits, none of them needless. Returns all that help if it
+    does not fit."""
+    changes = []
+    best = fit
+    for settings in _levers(fit):
+        if not best.shortage(SPARE):
+            break
+        changed = best.changed(settings)
+        if changed.shortage(SPARE) < best.shortage(SPARE):
+            changes.append(settings)
+            best = changed
+    if best.shortage(SPARE):
+        return changes
+    for settings in reversed(changes):
+        others = [other for other in changes if other is not settings]
+        if not _all_changed(fit, others).shortage(SPARE):
+            changes = others
+    if changes and changes[0].keys() <= CACHE_FLAGS:
+        # It is as small as is useful: give back what is not needed.
+        with_whole_cache = _all_changed(fit, changes[1:])
+        size = with_whole_cache.cache - with_whole_cache.shortage(SPARE)
+        changes[0] = _cache_of(with_whole_cache, size)
+    return changes
 
 
-def _with_cache(found: Estimate, size: int) -> dict[str, str]:
-    """The flag that gives the server a KV cache of so many bytes."""
-    if found.case.kv_cache_bytes is not None:
+def _all_changed(fit: Estimate, changes: list[Settings]) -> Estimate:
+    settings = {}
+    for change in changes:
+        settings |= change
+    return fit.changed(settings)
+
+
+def _cache_of(fit: Estimate, size: int) -> dict[str, str]:
+    """Returns the flag that gives the server a KV cache of `size` bytes."""
+    if fit.case.kv_cache_bytes is not None:
         return {"--kv-cache-memory-bytes": str(size)}
-    share = 100 * (found.server.total - found.cache + size) / found.case.plan.total
-    return {"--gpu-memory-utilization": f"{(math.floor(share) if size < found.cache else math.ceil(share)) / 100:.2f}"}
+    needed = fit.server.total - fit.cache + size
+    percent = 100 * needed / fit.plan.total
+    # The flag has two digits: a smaller cache may be smaller still, a larger one larger still.
+    rounded = math.floor(percent) if size < fit.cache else math.ceil(percent)
+    return {"--gpu-memory-utilization": f"{rounded / 100:.2f}"}
 
 
-def _changed(case: Case, settings: dict[str, Any]) -> Case:
-    training, model, flags = copy.copy(case.training), copy.copy(case.recipe.model), case.flags
+def _described(fit: Estimate, changes: list[Settings]) -> str:
+    """Returns the changes with what each saves on top of those before it, and what the run takes
+    then."""
+    texts = []
+    for settings in changes:
+        changed = fit.changed(settings)
+        effect = _effect(fit, changed)
+        texts.append(f"{_written(settings, fit.case)} ({effect})")
+        fit = changed
+    takes = "takes" if fit.fits else "still takes"
+    needed = _gib(fit.total)
+    if fit.host > GIB:
+        needed += f", and {_gib(fit.host)} of host memory"
+    return f"{'; '.join(texts)}. It then {takes} {needed}."
+
+
+def _written(settings: Settings, case: Case) -> str:
+    """Returns settings as a recipe has them, and flags as `vllm_args` has them."""
+    texts = []
     for name, value in settings.items():
-        if name.startswith("--"):
-            flags = flags | {name: value}
+        if not name.startswith("--"):
+            texts.append(f"`{name}: {str(value).lower()}`")
+        elif case.plan.device == "cpu":
+            # The variable would come first.
+            texts.append(f"`{name} {value}` in `vllm_args` and no `VLLM_CPU_KVCACHE_SPACE`")
         else:
-            setattr(model if hasattr(model, name) else training, name, value)
-    recipe = replace(case.recipe, training=training, model=model)
-    return replace(case, recipe=recipe, flags=flags, peft_config=get_peft_config(model))
+            texts.append(f"`{name} {value}` in `vllm_args`")
+    return " and ".join(texts)
+
+
+def _effect(fit: Estimate, changed: Estimate) -> str:
+    device = changed.total - fit.total
+    host = changed.host - fit.host
+    effects = []
+    if device < 0:
+        effects.append(f"saves {_gib(-device)}")
+    if host < 0:
+        effects.append(f"saves {_gib(-host)} of host memory")
+    if device > 0:
+        effects.append(f"takes {_gib(device)}")
+    if host > 0:
+        effects.append(f"takes {_gib(host)} of host memory")
+    return ", ".join(effects)

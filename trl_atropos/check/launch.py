@@ -1,11 +1,15 @@
-"""The run as it will be launched: its recipe, read as the main job reads it, its model and its server's flags, and the
-processes, devices and packages that `check` is told of or finds. And whether these fit each other."""
+"""The run as it will be launched: its recipe, model and server's flags, and the processes, devices
+and packages that `check` is told of or finds.
+
+`check/__init__.py` calls `read` for the recipe, `plan_of` for the machine, `case_of` for what the
+estimate of memory needs, and collects the findings of `layout`, `dead`, `saves` and `packages`.
+"""
 
 import importlib.metadata
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,19 +26,24 @@ from trl_atropos.batches.micro_batches import FIRST
 from trl_atropos.config import steps_between
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags
+from trl_atropos.flags import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 from trl_atropos.server.launch import vllm_arguments
-from trl_atropos.weights.probe import drops_soft_cap
+from trl_atropos.weights.model_setup import drops_soft_cap
 
-UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
+# Defaults of vLLM, which need not be installed here. tests/check/test_check.py compares them.
+UTILIZATION = 0.92  # of `--gpu-memory-utilization`
+LENGTH_WITHOUT_POSITIONS = 2048  # tokens: `max_model_len` for BLOOM or Mamba
+# of the numbers in its flags
+UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
+SHORT_NAMES = {"half": torch.float16, "float": torch.float32}  # of its `--dtype`
 GIB = 1 << 30
-LENGTH_WITHOUT_POSITIONS = 2048  # tokens: vLLM's `max_model_len` for BLOOM or Mamba (vllm/config/model.py)
 
 
 def refused(look: Callable[[], Any], seen: str = "") -> Iterator[Finding]:
-    """What a check raises that the run makes, too. `seen` is for an error that has nothing of its own there."""
+    """Yields the error of a check that the run makes, too. `seen` is for an error that has seen
+    nothing itself."""
     try:
         look()
     except Finding as error:
@@ -60,17 +69,23 @@ class Launch:
             return {}
         try:
             content = dict(read_yaml(self.config_file) or {})
-            return content | {name: int(content.get(name) or 0) for name in ("num_processes", "num_machines")}
+            for name in ("num_processes", "num_machines"):
+                content[name] = int(content.get(name) or 0)
         except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
-            seen = f"{self.config_file}: {' '.join(str(error).split())}"
             what = "`--config_file` cannot be read as accelerate's YAML"
-            raise Finding(what, seen, "Name the file that `accelerate launch` gets.", "launch-file") from error
+            seen = f"{self.config_file}: {' '.join(str(error).split())}"
+            fix = "Name the file that `accelerate launch` gets."
+            raise Finding(what, seen, fix, "launch-file") from error
+        return content
 
     @property
     def processes(self) -> int | None:
-        """How many the trainer has on all machines; `None` if nothing says it."""
+        """Processes of the trainer on all machines, or `None` if nothing says it."""
+        stated = self.num_processes or self.content.get("num_processes")
+        if stated:
+            return stated
         world = int(os.environ.get("WORLD_SIZE", 1))
-        return self.num_processes or self.content.get("num_processes") or (world if world > 1 else None)
+        return world if world > 1 else None
 
     @property
     def machines(self) -> int:
@@ -78,7 +93,7 @@ class Launch:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run will be on another machine than this one, which has no GPU."""
+        """True if the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
 
 
@@ -89,107 +104,179 @@ class Plan:
     device: str  # "cuda" or "cpu"
     total: int  # bytes of one device's memory; on the CPU, of the machine's
     processes: int = 1  # of the trainer, one per device
-    local: int = 1  # of them, those on one machine
+    local: int = 1  # processes of the trainer on one machine
     sharding: str = "none"  # or DDP; "zero1", "zero2", "zero3", "fsdp"
     offloads: bool = False  # the optimizer's state is in host memory
     offloads_weights: bool = False  # so are the weights, but for those that are gathered
-    mixed_precision: torch.dtype | None = None  # what operators compute in, if not the parameters' dtype
-    host: int | None = None  # bytes of a machine's own memory, where that is known and not the device's
+    # what operators compute in, if not the parameters' dtype
+    mixed_precision: torch.dtype | None = None
+    # bytes of a machine's own memory, if that is known and is not the device's
+    host: int | None = None
 
     @property
     def shards(self) -> int:
-        """Among how many processes the optimizer's state is divided."""
+        """Processes among which the optimizer's state is divided."""
         return 1 if self.sharding == "none" else self.processes
 
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
-    """`None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one."""
-    gib, content = launch.device_memory_gb, launch.content
+    """Returns the plan of a run, or `None` if it is for a GPU of which nothing is known: none is
+    here, though torch could use one."""
+    content = launch.content
+    gib = launch.device_memory_gb
     on_cpu = training.use_cpu or bool(content.get("use_cpu"))
-    if gib is None and not (on_cpu or torch.cuda.is_available() or torch.version.cuda is None):
-        return None
-    device = "cpu" if on_cpu or (gib is None and not torch.cuda.is_available()) else "cuda"
     if gib is not None:
+        device = "cpu" if on_cpu else "cuda"
         total = int(gib * GIB)
+    elif torch.cuda.is_available() and not on_cpu:
+        device = "cuda"
+        total = torch.cuda.get_device_properties(0).total_memory
+    elif on_cpu or torch.version.cuda is None:
+        device = "cpu"
+        total = psutil.virtual_memory().total
     else:
-        total = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
-    own = "bf16" if training.bf16 else "fp16" if training.fp16 else content.get("mixed_precision")
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own)
-    processes, host = launch.processes or training.world_size, None
-    if device == "cuda" and (launch.host_memory_gb or not launch.elsewhere):
-        host = int((launch.host_memory_gb or 0) * GIB) or psutil.virtual_memory().total
-    local = -(-processes // launch.machines)
-    return Plan(device, total, processes, local, *_sharding(content, training), precision, host)
+        return None
+    host = None
+    if device == "cuda" and launch.host_memory_gb:
+        host = int(launch.host_memory_gb * GIB)
+    elif device == "cuda" and not launch.elsewhere:
+        host = psutil.virtual_memory().total
+    processes = launch.processes or training.world_size
+    sharding, offloads, offloads_weights = _sharding(content, training)
+    return Plan(
+        device,
+        total,
+        processes,
+        _local(processes, launch),
+        sharding,
+        offloads,
+        offloads_weights,
+        _mixed_precision(content, training),
+        host,
+    )
+
+
+def _local(processes: int, launch: Launch) -> int:
+    """Returns how many of the trainer's processes one machine has at most."""
+    return math.ceil(processes / launch.machines)
+
+
+def _mixed_precision(content: dict[str, Any], training: Any) -> torch.dtype | None:
+    name = content.get("mixed_precision")
+    if training.bf16:
+        name = "bf16"
+    elif training.fp16:
+        name = "fp16"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
 
 
 def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
-    """`Plan.sharding`, `offloads` and `offloads_weights`: what accelerate's file says, or else the recipe."""
+    """Returns `Plan.sharding`, `offloads` and `offloads_weights`: what accelerate's file says, or
+    else the recipe."""
     kind = content.get("distributed_type")
     if kind == "FSDP" or training.fsdp:
         offloads = bool(content.get("fsdp_config", {}).get("fsdp_offload_params"))
         return "fsdp", offloads, offloads
     stated = content.get("deepspeed_config", {}) if kind == "DEEPSPEED" else {}
-    stage = stated.get("zero_stage", 0)
-    devices = [stated.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
-    if own := stated.get("deepspeed_config_file") or training.deepspeed:
-        zero = HfDeepSpeedConfig(own).config.get("zero_optimization", {})
+    file = stated.get("deepspeed_config_file") or training.deepspeed
+    if file:
+        zero = HfDeepSpeedConfig(file).config.get("zero_optimization", {})
         stage = zero.get("stage", 0)
-        devices = [zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")]
-    optimizer, weights = (device not in (None, "none") for device in devices)
-    return (f"zero{stage}", optimizer, weights) if stage else ("none", False, False)
+        optimizer = zero.get("offload_optimizer", {}).get("device")
+        weights = zero.get("offload_param", {}).get("device")
+    else:
+        stage = stated.get("zero_stage", 0)
+        optimizer = stated.get("offload_optimizer_device")
+        weights = stated.get("offload_param_device")
+    if not stage:
+        return "none", False, False
+    offloads = optimizer not in (None, "none")
+    offloads_weights = weights not in (None, "none")
+    return f"zero{stage}", offloads, offloads_weights
 
 
 def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    """Whether processes and servers fit each other and, where GPUs are known to be used, the devices."""
-    training, servers = recipe.training, len(recipe.training.vllm_server_urls)
+    """Yields what does not fit: processes and servers each other or, if GPUs are known to be used,
+    the devices."""
+    training = recipe.training
     if training.replay_paths is not None:
         return
-    kind = launch.content.get("distributed_type")
-    if training.vllm_mode == "colocate" and kind in ("DEEPSPEED", "FSDP"):
-        what = "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded"
-        fix = "Launch with configs/accelerate/ddp.yaml, which does not shard, or use `vllm_mode: server`."
-        yield Finding(what, f"distributed_type: {kind} in {launch.config_file}", fix, "sharded-colocate")
-    elif training.vllm_mode == "colocate" and launch.processes not in (None, servers):
-        what = "With `vllm_mode: colocate` every process trains the memory of a server of its own"
-        fix = f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`."
-        yield Finding(what, f"{launch.processes} processes, {servers} servers", fix, "processes-servers")
-    here = launch.devices or torch.cuda.device_count()
-    if training.use_cpu or not here:  # nothing is known of the GPUs
+    if training.vllm_mode == "colocate":
+        yield from _colocated(training, launch)
+    gpus = launch.devices or torch.cuda.device_count()
+    if training.use_cpu or not gpus:  # nothing is known of the GPUs
         return
-    local = -(-(launch.processes or 1) // launch.machines)
-    starts, (parts, flags) = recipe.services.start_vllm, parallel(recipe.vllm_flags())
-    each_its_own = training.vllm_mode == "colocate" and servers > 1
-    share = number_of(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization")) or UTILIZATION
-    for too_few, seen, fix in (
-        (local > here, f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"),
-        (starts and each_its_own and servers > here, f"{servers} servers, each on a GPU", "List fewer servers"),
-        (starts and parts > (1 if each_its_own else here), f"{flags} in `vllm_args`", "Lower it"),
-        (
-            starts and not each_its_own and servers > 1 and share * servers > 1,
-            f"{servers} servers x `--gpu-memory-utilization` {share:g} on one GPU",
-            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own",
-        ),
-    ):
-        if too_few:
-            fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
-            yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
+    for seen, fix in _too_few(recipe, launch, gpus):
+        what = "There are fewer GPUs than the run needs"
+        fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
+        yield Finding(what, f"{seen}, {gpus} GPUs", fix, "gpu-layout")
 
 
-# -------------------------------------------------------------------------------------------- the model and its server
+def _colocated(training: Any, launch: Launch) -> Iterator[Finding]:
+    """Yields what does not fit `vllm_mode: colocate`."""
+    servers = len(training.vllm_server_urls)
+    kind = launch.content.get("distributed_type")
+    if kind in ("DEEPSPEED", "FSDP"):
+        what = (
+            "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded"
+        )
+        seen = f"distributed_type: {kind} in {launch.config_file}"
+        fix = (
+            "Launch with configs/accelerate/ddp.yaml, which does not shard, or use `vllm_mode: "
+            "server`."
+        )
+        yield Finding(what, seen, fix, "sharded-colocate")
+    elif launch.processes not in (None, servers):
+        what = "With `vllm_mode: colocate` every process trains the memory of a server of its own"
+        seen = f"{launch.processes} processes, {servers} servers"
+        fix = (
+            "List one URL per process in `vllm_server_base_url`, or launch with `--num_processes "
+            f"{servers}`."
+        )
+        yield Finding(what, seen, fix, "processes-servers")
 
-UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}  # of numbers in vLLM's flags
+
+def _too_few(recipe: Recipe, launch: Launch, gpus: int) -> Iterator[tuple[str, str]]:
+    """Yields what needs more than a machine's GPUs, and what to do about it."""
+    local = _local(launch.processes or 1, launch)
+    if local > gpus:
+        seen = f"{local} processes of the trainer on a machine"
+        yield seen, "Launch with fewer `--num_processes`"
+    if not recipe.services.start_vllm:
+        return
+    flags = recipe.vllm_flags()
+    servers = len(recipe.training.vllm_server_urls)
+    each_has_a_gpu = recipe.training.vllm_mode == "colocate" and servers > 1
+    if each_has_a_gpu and servers > gpus:
+        yield f"{servers} servers, each on a GPU", "List fewer servers"
+    parts, part_flags = parallel(flags)
+    if parts > (1 if each_has_a_gpu else gpus):
+        yield f"{part_flags} in `vllm_args`", "Lower it"
+    share = number_of(server_flags(flags).get("--gpu-memory-utilization")) or UTILIZATION
+    if not each_has_a_gpu and servers > 1 and share * servers > 1:
+        seen = f"{servers} servers x `--gpu-memory-utilization` {share:g} on one GPU"
+        fix = (
+            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of "
+            "its own"
+        )
+        yield seen, fix
+
+
+# ------------------------------------------------------------------------- the model and its server
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is estimated."""
+    """A run whose memory is estimated."""
 
     recipe: Recipe
     plan: Plan
     config: PretrainedConfig
-    flags: dict[str, str] | None  # of the server, if the run starts it; `None` where recorded rollouts are replayed
+    # of the server, if the run starts it; `None` if recorded rollouts are replayed
+    flags: dict[str, str] | None
     peft_config: Any
-    traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
+    # shared by cases that differ in few settings
+    traces: dict = field(default_factory=dict, repr=False)
 
     @property
     def training(self):
@@ -197,59 +284,76 @@ class Case:
 
     @property
     def trains_with_masters(self) -> bool:
-        """Where the model is in 16 bits; as `AtroposGRPOTrainer` does."""
-        of_weights = self.peft_config is None or self.plan.mixed_precision is None
-        return self.training.master_weights and self.plan.sharding == "none" and of_weights
+        """True if float32 masters are kept for a model in 16 bits, as `AtroposGRPOTrainer`
+        decides."""
+        if not self.training.master_weights or self.plan.sharding != "none":
+            return False
+        return self.peft_config is None or self.plan.mixed_precision is None
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
-        asked = self.recipe.model.attn_implementation or "sdpa"
-        eager = asked == "eager" or drops_soft_cap(self.config, asked)
-        options = {"attn_implementation": "eager"} if eager else {}
-        return {"trust_remote_code": self.training.trust_remote_code, **options}
+        """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's
+        kernels keep."""
+        settings = {"trust_remote_code": self.training.trust_remote_code}
+        attention = self.recipe.model.attn_implementation or "sdpa"
+        if attention == "eager" or drops_soft_cap(self.config, attention):
+            settings["attn_implementation"] = "eager"
+        return settings
 
     def whole(self, flag: str, default: int) -> int:
-        """A flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. It chooses `auto` and -1 itself."""
+        """Returns a flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. For `auto`
+        and -1, which leave the number to vLLM, returns the default."""
         text = (self.flags or {}).get(f"--{flag}", "auto")
         if text in ("auto", "-1"):
             return default
-        return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(float(text))
+        unit = text[-1:]
+        if unit in UNITS:
+            return int(float(text[:-1]) * UNITS[unit])
+        return int(float(text))
 
     @property
     def max_model_len(self) -> int:
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return self.whole("max-model-len", LENGTH_WITHOUT_POSITIONS if positions is None else positions)
+        if positions is None:
+            positions = LENGTH_WITHOUT_POSITIONS
+        return self.whole("max-model-len", positions)
 
     @property
     def parts(self) -> int:
-        """Among how many GPUs the server's weights are divided."""
+        """GPUs among which the server's weights are divided."""
         return self.whole("tensor-parallel-size", 1) * self.whole("pipeline-parallel-size", 1)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """The size of the server's KV cache, if it is given."""
+        """Size of the server's KV cache, if a flag gives it."""
         return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The trainer's, as TRL chooses it; with `colocate` the server's, with DeepSpeed what it computes in."""
+        """Dtype of the trainer's weights, as TRL chooses it. With `colocate` it is the server's,
+        with DeepSpeed the one that it computes in."""
         if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
             return self.plan.mixed_precision
         if self.flags is not None and self.training.vllm_mode == "colocate":
             return self.served_dtype
         kwargs = self.training.model_init_kwargs or {}
-        stated = str(kwargs.get("dtype", self.recipe.model.dtype)).removeprefix("torch.")
-        return self.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
+        stated = kwargs.get("dtype", self.recipe.model.dtype)
+        name = str(stated).removeprefix("torch.")
+        if name == "auto":
+            return self.config.dtype or torch.float32
+        return getattr(torch, name)
 
     @property
     def served_dtype(self) -> torch.dtype:
-        """`auto` is the checkpoint's, and 16-bit for float32 ones (vllm/config/model.py, `_resolve_auto_dtype`)."""
+        """Dtype of the server's weights. `auto` is the checkpoint's, and 16-bit for float32 ones
+        (vllm/config/model.py, `_resolve_auto_dtype`)."""
         stated = self.flags.get("--dtype", "auto")
-        if stated == "auto":
-            own = self.config.get_text_config().dtype or self.config.dtype or torch.float32
-            return torch.bfloat16 if own == torch.float32 else own
-        return {"half": torch.float16, "float": torch.float32}.get(stated) or getattr(torch, stated)
+        if stated != "auto":
+            return SHORT_NAMES.get(stated) or getattr(torch, stated)
+        dtype = self.config.get_text_config().dtype or self.config.dtype
+        if dtype in (None, torch.float32):
+            return torch.bfloat16
+        return dtype
 
     @property
     def length(self) -> int:
@@ -262,50 +366,62 @@ class Case:
 
     @property
     def rollouts(self) -> int:
-        """How many the largest micro-batch has."""
-        rollouts, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
+        """Rollouts of the largest micro-batch."""
+        rollouts = self.training.per_device_train_batch_size
+        tokens = self.training.max_tokens_per_micro_batch
         if self.chooses_token_budget:
             tokens = FIRST
-        return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
+        if tokens is None:
+            return rollouts
+        return max(1, min(rollouts, tokens // self.length))
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What operators compute in, if not the parameters' dtype."""
+        """Dtype that operators compute in, if it is not the parameters'."""
         return self.plan.mixed_precision if self.plan.mixed_precision != self.dtype else None
 
     @property
     def plain_attention(self) -> bool:
-        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
-        leaves to them for rollouts of one length (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
+        """True if attention keeps its weights. CUDA's kernels for float32 know no groups of heads,
+        which transformers leaves to them for rollouts of one length
+        (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
         text = self.config.get_text_config()
-        shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
-        in_float32 = self.plan.device == "cuda" and (self.autocast or self.dtype) == torch.float32
+        heads = getattr(text, "num_attention_heads", None)
+        shared = getattr(text, "num_key_value_heads", None)
+        computes_in = self.autocast or self.dtype
+        in_float32 = self.plan.device == "cuda" and computes_in == torch.float32
         return in_float32 and shared not in (None, heads)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
+        """True if the trainer's parameters are the server's memory, as far as the settings tell."""
         return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
 
 
 def case_of(recipe: Recipe, plan: Plan) -> Case:
-    """Raises `OSError` or `ValueError` if the model's config cannot be read."""
-    training, model = recipe.training, recipe.model
-    options = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
-    config = AutoConfig.from_pretrained(model.model_name_or_path, **options)
+    """Returns the case of a recipe. Raises `OSError` or `ValueError` if the model's config cannot
+    be read."""
+    model = recipe.model.model_name_or_path
+    config = AutoConfig.from_pretrained(
+        model,
+        revision=recipe.model.model_revision,
+        trust_remote_code=recipe.training.trust_remote_code,
+    )
     flags = None
-    if training.replay_paths is None:
+    if recipe.training.replay_paths is None:
         cpu = plan.device == "cpu"
-        own = recipe.vllm_flags() if recipe.services.start_vllm else []  # another server has flags of its own
-        given = vllm_arguments(model.model_name_or_path, own, cpu=cpu, mode=training.vllm_mode)
-        flags = server_flags(given)
-        if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
-            flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
-    return Case(recipe, plan, config, flags, get_peft_config(model))
+        # another server has flags of its own
+        stated = recipe.vllm_flags() if recipe.services.start_vllm else []
+        flags = server_flags(vllm_arguments(model, stated, cpu=cpu, mode=recipe.training.vllm_mode))
+        cache = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        if cpu and cache:  # comes first, and is GiB
+            flags["--kv-cache-memory-bytes"] = str(int(cache) << 30)
+    return Case(recipe, plan, config, flags, get_peft_config(recipe.model))
 
 
-# --------------------------------------------------------------------------------------------------------- the recipe
+# --------------------------------------------------------------------------------------- the recipe
 
+OFF = (None, False, "false", "False", [])  # values of settings that are as good as not stated
 TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_gpu_memory_utilization": "`--gpu-memory-utilization` in `vllm_args`",
     "vllm_max_model_length": "`--max-model-len` in `vllm_args`",
@@ -317,106 +433,165 @@ TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
 
 
 def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
-    """The recipe. Raises `AtroposTrainingError` if it cannot be run."""
-    # What transformers refuses on a machine without a GPU, where one is planned for that has some.
+    """Returns the recipe. Raises `AtroposTrainingError` if it cannot be run."""
+    # Transformers refuses these on a machine without a GPU, even if the run will be on one that has
+    # some.
+    for_gpus = set()
     true = {name for name, value in stated.items() if str(value).lower() == "true"}
-    for_gpus = true & {"bf16", "fp16", "tf32"} if launch.elsewhere and "use_cpu" not in true else set()
-    without = [word for name in for_gpus for word in (f"--{name}", "false")]
+    if launch.elsewhere and "use_cpu" not in true:
+        for_gpus = true & {"bf16", "fp16", "tf32"}
+    words = [*argv, *_for_processes(stated, launch.processes)]
+    for name in for_gpus:
+        words += [f"--{name}", "false"]
     try:
         with warnings.catch_warnings(action="ignore"):  # `dead` says it
-            recipe = parse([*argv, *_for_processes(stated, launch.processes), *without])
+            recipe = parse(words)
     except Finding as error:
         if "setup doesn't support bf16/gpu" not in error.what:  # transformers' words
             raise
-        what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
-        fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
-        raise Finding(what, seen, f"{fix}`use_cpu: true`.", "no-gpu") from error
-    for name in for_gpus:
-        setattr(recipe.training, name, True)
-    return recipe
+        what = "`bf16` is for a GPU, and this machine has none"
+        seen = f"bf16: {stated.get('bf16')}"
+        fix = (
+            "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one "
+            "here, set `use_cpu: true`."
+        )
+        raise Finding(what, seen, fix, "no-gpu") from error
+    return recipe.with_training(**dict.fromkeys(for_gpus, True))
 
 
 def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
-    """This process stands for all of them: its generation batch is gathered over as many more steps."""
-    if (processes or 1) <= int(os.environ.get("WORLD_SIZE", 1)) or "generation_batch_size" in stated:
+    """Returns the flag by which this process stands for all of them: its generation batch is
+    gathered over as many more steps."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if processes is None or processes <= world or "generation_batch_size" in stated:
         return []
     steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
-    return ["--steps_per_generation", str(int(steps) * processes)] if str(steps).isdigit() else []
+    if not str(steps).isdigit():  # `parse` says it
+        return []
+    return ["--steps_per_generation", str(int(steps) * processes)]
 
 
 def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
-    """Settings that are stated and have no effect with the others."""
-    services, training = recipe.services, recipe.training
-    starts, lora = services.start_atropos or services.start_vllm, [name for name in stated if name.startswith("lora_")]
-    own, replays = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", training.replay_paths is not None
-    sends, saves = training.vllm_mode in ("server", "nccl_lora"), training.save_strategy != "no"
-    for is_dead, reason, instead, names in (
-        (True, "the environments generate", "Set the environment's own", training.unused_settings),
-        (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
-        (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),
-        (not starts, "the run starts no service", "", ["service_timeout"]),
-        (not starts and not recipe.environments, "the run starts no service", "", ["restart_environments"]),
-        (services.start_atropos, "an API that the run starts is empty", "", ["reset_atropos"]),
-        (not sends, own, "Use `vllm_mode: server` or `nccl_lora`", ["weight_transport"]),
-        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", lora),
-        (not training.vllm_enable_sleep_mode, "the server does not sleep", "", ["vllm_sleep_level"]),
-        (not training.master_weights, "there are no master weights", "", ["offload_master_weights"]),
-        (not saves, "nothing is saved on the way", "Set `save_strategy: steps`", ["save_steps", "save_total_limit"]),
-        *((True, "the server is no part of TRL", f"Use {ours}", [theirs]) for theirs, ours in TRL_SERVER.items()),
-    ):
-        found = [name for name in names if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
-        if found:
-            seen, them = ", ".join(f"{name}: {stated[name]}" for name in found), "it" if len(found) == 1 else "them"
+    """Yields the settings that are stated and have no effect with the others."""
+    for reason, instead, names in _without_effect(recipe, stated):
+        idle = [name for name in names if stated.get(name) not in OFF]
+        if idle:
+            what = f"A setting has no effect, because {reason}"
+            seen = ", ".join(f"{name}: {stated[name]}" for name in idle)
+            them = "it" if len(idle) == 1 else "them"
             fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
-            yield Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
+            yield Finding(what, seen, fix, "dead-setting", WARNING)
+
+
+def _without_effect(
+    recipe: Recipe, stated: dict[str, Any]
+) -> Iterator[tuple[str, str, Iterable[str]]]:
+    """Yields why settings have no effect, what to set instead if anything, and the settings."""
+    services = recipe.services
+    training = recipe.training
+    yield "the environments generate", "Set the environment's own", training.unused_settings
+    if training.replay_paths is not None:
+        names = ("start_atropos", "start_vllm", "environments")
+        yield "recorded rollouts are replayed", "", names
+    if not services.start_vllm:
+        yield "the run starts no server", "Set `start_vllm: true`", ("vllm_args",)
+    if not services.start_atropos and not services.start_vllm:
+        yield "the run starts no service", "", ("service_timeout",)
+    if services.start_atropos:
+        yield "an API that the run starts is empty", "", ("reset_atropos",)
+    if training.vllm_mode not in ("server", "nccl_lora"):
+        reason = f"`vllm_mode: {training.vllm_mode}` has a transport of its own"
+        yield reason, "Use `vllm_mode: server` or `nccl_lora`", ("weight_transport",)
+    if not recipe.model.use_peft:
+        names = [name for name in stated if name.startswith("lora_")]
+        yield "the run has no adapter", "Set `use_peft: true`", names
+    if not training.vllm_enable_sleep_mode:
+        yield "the server does not sleep", "", ("vllm_sleep_level",)
+    if not training.master_weights:
+        yield "there are no master weights", "", ("offload_master_weights",)
+    if training.save_strategy == "no":
+        names = ("save_steps", "save_total_limit")
+        yield "nothing is saved on the way", "Set `save_strategy: steps`", names
+    for name, ours in TRL_SERVER.items():
+        yield "the server is no part of TRL", f"Use {ours}", (name,)
 
 
 def saves(recipe: Recipe, launch: Launch, stated: dict[str, Any]) -> Iterator[Finding]:
-    """If checkpoints fall into the middle of a generation batch, which a run that resumes there does not finish."""
+    """Yields a finding if checkpoints fall into the middle of a generation batch, which a run that
+    resumes there does not finish."""
     training = recipe.training
     if training.save_strategy != "steps":
         return
-    # Where this process stands for all of them, it has the steps of all.
-    stands_for = launch.processes if _for_processes(stated, launch.processes) else 1
-    steps = training.steps_per_generation // stands_for
+    steps = training.steps_per_generation
+    if _for_processes(stated, launch.processes):
+        # This process stands for all of them, and has the steps of all.
+        steps //= launch.processes
     between = steps_between(steps, training.num_iterations, training.gradient_accumulation_steps)
-    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * training.max_steps)
+    every = training.save_steps
+    if every < 1:
+        every = math.ceil(every * training.max_steps)
     every = int(every)
-    if every % between:
-        below = every // between * between
-        values = [f"`save_steps: {value}`" for value in (below, below + between) if value]
-        what = f"Checkpoints fall into the middle of a generation batch, which has {between} optimizer steps"
-        fix = f"Set {' or '.join(values)}: a run that resumes in the middle does not train the rest of the batch."
-        yield Finding(what, f"save_steps: {training.save_steps}", fix, "save-steps", WARNING)
+    if every % between == 0:
+        return
+    what = (
+        f"Checkpoints fall into the middle of a generation batch, which has {between} "
+        "optimizer steps"
+    )
+    above = every // between * between + between
+    values = f"`save_steps: {above}`"
+    if above > between:
+        values = f"`save_steps: {above - between}` or {values}"
+    fix = f"Set {values}: a run that resumes in the middle does not train the rest of the batch."
+    yield Finding(what, f"save_steps: {training.save_steps}", fix, "save-steps", WARNING)
 
 
-# ------------------------------------------------------------------------------------------------ what is installed
+# -------------------------------------------------------------------------------- what is installed
+
+SERVERS = ("vllm", "vllm-cpu")  # the two builds of vLLM
 
 
 def requirements(name: str) -> list[Requirement]:
-    """What a package that is installed needs here. Those of an extra count, too, wherever they are installed."""
-    wanted = map(Requirement, importlib.metadata.requires(name) or [])
+    """Returns what an installed package needs here. What an extra needs counts, too."""
     extras = [{"extra": extra} for extra in ("", "cpu", "vllm")]
-    return [one for one in wanted if one.marker is None or any(map(one.marker.evaluate, extras))]
+    wanted = []
+    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+        marker = requirement.marker
+        if marker is None or any(map(marker.evaluate, extras)):
+            wanted.append(requirement)
+    return wanted
 
 
 def packages(recipe: Recipe | None) -> Iterator[Finding]:
-    """Packages in other versions than this one, or the vLLM that is installed, is made for, and the optimizer's."""
-    here, servers = versions(), ("vllm", "vllm-cpu")
-    for name in [name for name in ("trl_atropos", *servers) if name in here]:
-        for wanted in requirements(name):
-            version = here.get(wanted.name)
-            of_interest = wanted.name in (PACKAGES if name == "trl_atropos" else ("torch",))
-            missing = version is None and wanted.name not in servers  # of the two builds of vLLM, one is enough
-            if of_interest and (missing or (version and not wanted.specifier.contains(version, prereleases=True))):
-                what = f"{wanted.name} is not of a version that {name} {here[name]} works with"
-                seen = f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}"
-                yield Finding(what, seen, f'`pip install "{wanted.name}{wanted.specifier}"`.', "version")
+    """Yields packages that are missing, or of other versions than this package and the installed
+    vLLM work with."""
+    installed = versions()
+    for name in ("trl_atropos", *SERVERS):
+        if name in installed:
+            names = PACKAGES if name == "trl_atropos" else ("torch",)
+            for wanted in requirements(name):
+                if wanted.name in names:
+                    yield from _version(wanted, f"{name} {installed[name]}", installed)
     try:
         if recipe is not None:
             Trainer.get_optimizer_cls_and_kwargs(recipe.training)
     except ImportError as error:  # which says what to install
-        what, seen = "A setting needs a package that is not installed", f"optim: {recipe.training.optim.value}"
+        what = "A setting needs a package that is not installed"
+        seen = f"optim: {recipe.training.optim.value}"
         yield Finding(what, seen, f"{error}. Or change `optim`.", "package-missing")
     except ValueError:  # it needs the model
         return
+
+
+def _version(wanted: Requirement, whose: str, installed: dict[str, str]) -> Iterator[Finding]:
+    """Yields a finding if a package is not of the version that `whose` needs."""
+    name = wanted.name
+    version = installed.get(name)
+    if version is None:
+        fits = name in SERVERS  # one of the two is enough
+    else:
+        fits = wanted.specifier.contains(version, prereleases=True)
+    if not fits:
+        what = f"{name} is not of a version that {whose} works with"
+        seen = f"{name} {version or 'is not installed'}, wanted {wanted.specifier}"
+        fix = f'`pip install "{name}{wanted.specifier}"`.'
+        yield Finding(what, seen, fix, "version")

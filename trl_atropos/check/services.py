@@ -1,5 +1,10 @@
-"""The services of a run: room for those that it starts, what answers where it starts none; and the Python, code and
-settings of its environments, but for what the run writes for them itself."""
+"""Finds what is wrong with the services and environments of a recipe.
+
+`services` looks for room for those that the run starts, and asks those that answer already.
+`lengths` compares numbers of tokens. `environments` looks at the Python, the code and the stated
+settings of each environment, but not at what the run itself writes for it. `check/__init__.py`
+calls the three.
+"""
 
 import ast
 import contextlib
@@ -17,14 +22,18 @@ from urllib.parse import urlsplit
 from trl_atropos.check.launch import Case, Launch, refused, requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags
+from trl_atropos.flags import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environment_source import parse_script, reshaping_requests
-from trl_atropos.services.environments import RUNNER
-from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
-from trl_atropos.weights.probe import num_positions
+from trl_atropos.services.manager import (
+    port_of,
+    require_free_port,
+    require_shared_memory,
+    require_sockets,
+)
+from trl_atropos.weights.model_setup import num_positions
 
 ANSWER = 5.0  # seconds
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -32,23 +41,31 @@ CONNECT = 1.0  # seconds; nobody there is no finding: services may be started la
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    config, training = recipe.services, recipe.training
+    """Yields what is in the way of services that the run starts, and what is wrong with those that
+    run already."""
+    config = recipe.services
+    training = recipe.training
     if training.replay_paths is not None:
         return
     for service, setting, urls, start in (
         ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos"),
         ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm"),
     ):
-        fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
+        fix = (
+            f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: "
+            "false`."
+        )
         for url in urls:
             if getattr(config, start):
                 yield from refused(partial(require_free_port, url, service, fix))
             elif not launch.elsewhere and _answers(url):
-                api = setting == "atropos_url"
-                ask = AtroposClient(url, ANSWER, ANSWER).greet if api else ServerClient(url, ANSWER).info
-                for found in refused(ask, f"{setting}: {url}"):
-                    found.level = WARNING  # another may be there when the run begins
-                    yield found
+                if setting == "atropos_url":
+                    greet = AtroposClient(url, ANSWER, ANSWER).greet
+                else:
+                    greet = ServerClient(url, ANSWER).info
+                for finding in refused(greet, f"{setting}: {url}"):
+                    finding.level = WARNING  # another may be there when the run begins
+                    yield finding
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
@@ -61,232 +78,379 @@ def _answers(url: str) -> bool:
     return False
 
 
+# ------------------------------------------------------------------------------------------ lengths
+
+
 def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
-    starts, longest = recipe.services.start_vllm and case.flags is not None, recipe.training.max_sequence_length
-    limit = min(case.max_model_len if starts else math.inf, longest or math.inf)
-    if longest and longest > limit:
-        what, seen = "The server samples shorter rollouts than the trainer is to take", f"--max-model-len {limit}"
+    """Yields what is longer than the server, the model or the trainer takes, in tokens."""
+    starts = recipe.services.start_vllm and case.flags is not None
+    longest = recipe.training.max_sequence_length
+    served = case.max_model_len if starts else math.inf
+    limit = min(served, longest or math.inf)
+    if longest and longest > served:
+        what = "The server samples shorter rollouts than the trainer is to take"
+        seen = f"max_sequence_length: {longest}, --max-model-len {served}"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
-        yield Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
+        yield Finding(what, seen, fix, "sequence-length")
     positions = num_positions(case.config)
-    if starts and case.max_model_len > positions and os.environ.get(LONGER, "0") != "1":
-        what = "The server is to take longer rollouts than the model was made for, and vLLM will not start"
-        seen = f"--max-model-len {case.max_model_len}, max_position_embeddings: {positions:.0f}"
+    if starts and served > positions and os.environ.get(LONGER, "0") != "1":
+        what = (
+            "The server is to take longer rollouts than the model was made for, and vLLM will "
+            "not start"
+        )
+        seen = f"--max-model-len {served}, max_position_embeddings: {positions:.0f}"
         fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
         yield Finding(what, seen, fix, "model-length")
-    completion, default = recipe.training.max_completion_length, type(recipe.training).max_completion_length
-    found = list(_divisor(recipe))
-    yield from found
-    if not found and completion is not None and limit <= completion != default:
-        what = "Completions cannot become as long as `max_completion_length`, because prompts count too"
+    wrong_divisor = list(_divisor(recipe))
+    yield from wrong_divisor
+    completion = recipe.training.max_completion_length
+    default = type(recipe.training).max_completion_length
+    if not wrong_divisor and completion is not None and limit <= completion != default:
+        what = (
+            "Completions cannot become as long as `max_completion_length`, because prompts "
+            "count too"
+        )
         seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        higher = "`--max-model-len` in `vllm_args`" if starts and limit != longest else "`max_sequence_length`"
-        yield Finding(what, seen, f"Lower `max_completion_length`, or raise {higher}.", "completion-length", WARNING)
+        higher = "`max_sequence_length`"
+        if starts and limit != longest:
+            higher = "`--max-model-len` in `vllm_args`"
+        fix = f"Lower `max_completion_length`, or raise {higher}."
+        yield Finding(what, seen, fix, "completion-length", WARNING)
     for spec in recipe.environments:
-        own = number_of(recipe.stated(spec).get("max_token_length"))
-        if own and own > limit:
+        tokens = number_of(recipe.stated(spec).get("max_token_length"))
+        if tokens and tokens > limit:
             what = "it samples longer rollouts than the server takes or the trainer trains on"
-            seen = f"max_token_length: {own:.0f}, the longest rollout: {limit}"
-            yield _of(spec, what, seen, f"Lower `max_token_length` to {limit}.", "environment-length", WARNING)
+            seen = f"max_token_length: {tokens:.0f}, the longest rollout: {limit}"
+            fix = f"Lower `max_token_length` to {limit}."
+            yield _of(spec, what, seen, fix, "environment-length", WARNING)
 
 
 def _divisor(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the loss divides by more tokens than a completion has, as far as the environments' settings tell."""
-    divisor, longest = recipe.training.max_completion_length, {}
-    for spec in recipe.environments if recipe.training.loss_type == "dr_grpo" and divisor else []:
-        longest[spec.name] = _longest_completion(recipe, spec) or math.inf
-    if longest and divisor > max(longest.values()):
-        what = "`loss_type: dr_grpo` divides by `max_completion_length`, which is more than any environment samples"
-        seen = ", ".join(f"{name}: at most {size:.0f} tokens" for name, size in longest.items())
-        fix = f"Set `max_completion_length: {max(longest.values()):.0f}`, or the gradients are smaller by the ratio."
-        yield Finding(what, f"max_completion_length: {divisor}, {seen}", fix, "loss-divisor", WARNING)
+    """Yields a finding if the loss divides by more tokens than a completion has, as far as the
+    environments' settings tell."""
+    divisor = recipe.training.max_completion_length
+    if recipe.training.loss_type != "dr_grpo" or not divisor or not recipe.environments:
+        return
+    tokens = {}
+    for spec in recipe.environments:
+        tokens[spec.name] = _longest_completion(recipe, spec) or math.inf
+    longest = max(tokens.values())
+    if divisor > longest:
+        what = (
+            "`loss_type: dr_grpo` divides by `max_completion_length`, which is more than any "
+            "environment samples"
+        )
+        sampled = ", ".join(f"{name}: at most {size:.0f} tokens" for name, size in tokens.items())
+        seen = f"max_completion_length: {divisor}, {sampled}"
+        fix = (
+            f"Set `max_completion_length: {longest:.0f}`, or the gradients are smaller by the "
+            "ratio."
+        )
+        yield Finding(what, seen, fix, "loss-divisor", WARNING)
 
 
 def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
-    """Tokens that an environment samples at most for a rollout, as far as its settings tell: those that the recipe
-    states, and the defaults that its script writes as `name: int = 5` or `name: int = Field(default=5)`."""
+    """Returns the tokens that an environment samples at most for a rollout, or `None` if its
+    settings do not tell: those that the recipe states, and the defaults that its script writes as
+    `name: int = 5` or `name: int = Field(default=5)`."""
     settings = {}
     tree = None if spec.path is None else parse_script(spec.script)
-    for node in () if tree is None else ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            keywords = {word.arg: word.value for word in getattr(node.value, "keywords", ())}
-            settings[node.target.id] = getattr(keywords.get("default", node.value), "value", None)
+    if tree is not None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                settings[node.target.id] = _default(node.value)
     settings |= recipe.stated(spec)
-    several = any("turn" in name for name in settings)  # whose tokens add up, and so do the answers to them
-    return number_of(settings.get("max_token_length" if several else "max_new_tokens"))
+    # the tokens of several turns add up, and so do the answers to them
+    has_turns = any("turn" in name for name in settings)
+    return number_of(settings.get("max_token_length" if has_turns else "max_new_tokens"))
 
 
-# ------------------------------------------------------------------------------------------------------- environments
+def _default(value: ast.expr | None) -> Any:
+    """Returns the constant that `5` or `Field(default=5)` is, or `None`."""
+    for keyword in getattr(value, "keywords", ()):
+        if keyword.arg == "default":
+            value = keyword.value
+    return getattr(value, "value", None)
+
+
+# ------------------------------------------------------------------------------------- environments
 
 PYTHON_DEADLINE = 60.0  # seconds; a cold start from a network disk takes some
 PROBE = """import importlib.metadata, importlib.util, json, sys
-installed = {one.name: one.version for one in importlib.metadata.distributions()}
+installed = {package.name: package.version for package in importlib.metadata.distributions()}
 try:
-    found = importlib.util.find_spec(sys.argv[1])
+    spec = importlib.util.find_spec(sys.argv[1])
 except ImportError:
-    found = None
-print(json.dumps([installed, getattr(found, "origin", None)]))
+    spec = None
+print(json.dumps([installed, getattr(spec, "origin", None)]))
 """
-BROKEN = "tokenize_for_trainer("  # of Atropos, by transformers 5: its masks and token ids are garbage
+# of Atropos, by transformers 5: its masks and token ids are garbage
+BROKEN = "tokenize_for_trainer("
 WITH_TOKENS = ("vllm", "sglang")  # server types that return token ids and log-probabilities
 REQUESTS_SHOWN = 3
 DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
 def environments(recipe: Recipe) -> Iterator[Finding]:
+    """Yields what is wrong with the environments, and with the server's tokenizer and template."""
     for spec in recipe.environments:
         command = recipe.environment_command(spec)
         if "python" in os.path.basename(command[0]):
             yield from _program(spec, command)
         yield from _servers(recipe, spec, command)
-        own = recipe.stated(spec).get("tokenizer_name")
-        yield from _tokenizer(recipe, f"Environment {spec.name!r}", own, "tokenizer_name", "its entry")
+        name = recipe.stated(spec).get("tokenizer_name")
+        who = f"Environment {spec.name!r}"
+        yield from _tokenizer(recipe, who, name, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
         yield from _requests(spec)
     yield from _together(recipe)
     flags = server_flags(recipe.vllm_flags()) if recipe.services.start_vllm else {}
-    yield from _tokenizer(recipe, "The server", flags.get("--tokenizer"), "--tokenizer", "`vllm_args`")
+    name = flags.get("--tokenizer")
+    yield from _tokenizer(recipe, "The server", name, "--tokenizer", "`vllm_args`")
     template = flags.get("--chat-template", "")
     if template.endswith((".jinja", ".json", ".txt")) and not os.path.isfile(template):
-        fix = "Correct `--chat-template` in `vllm_args`."
-        yield Finding("The server's chat template is not there", f"--chat-template {template}", fix, "chat-template")
+        what = "The server's chat template is not there"
+        seen = f"--chat-template {template}"
+        yield Finding(what, seen, "Correct `--chat-template` in `vllm_args`.", "chat-template")
 
 
-def _of(spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR) -> Finding:
+def _of(
+    spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR
+) -> Finding:
     return Finding(f"Environment {spec.name!r}: {what}", seen, fix, code, level)
 
 
 def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
-    """What is installed for a Python, and whether the script or module that it runs is there."""
-    python, env = command[0], {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
-    ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
+    """Yields what is missing for a Python, and a script or module that is not there."""
+    python = command[0]
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    script = next((word for word in command[1:] if word.endswith(".py") and word != RUNNER), "")
     try:
-        answer = subprocess.run([python, "-", module or "json"], **ask, timeout=PYTHON_DEADLINE, check=True)
-        installed, origin = json.loads(answer.stdout.splitlines()[-1])
+        installed, origin = _ask(spec, python, module)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         what = "its Python cannot be asked what is installed there"
-        seen = f"{python}: {str(getattr(error, 'stderr', '') or error).strip().splitlines()[-1]}"
-        yield _of(spec, what, seen, "Correct its `python`.", "environment-python")
+        last_line = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
+        fix = "Correct its `python`."
+        yield _of(spec, what, f"{python}: {last_line}", fix, "environment-python")
         return
-    version, transformers = installed.get("atroposlib"), installed.get("transformers", "0")
-    wanted = next(one.specifier for one in requirements("trl_atropos") if one.name == "atroposlib")
-    if version is None or not wanted.contains(version, prereleases=True):
-        seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
-        fix = f'Install it (`{python} -m pip install "atroposlib{wanted}"`), or name another `python` in its entry.'
-        yield _of(spec, "its Python does not have the Atropos that it needs", seen, fix, "environment-atroposlib")
-    path = Path(origin or "") if module else Path(spec.cwd or "", script)
-    if (module or script) and not path.is_file():
-        seen = f"{module} in {python}" if module else str(path)
-        what = "there is no such module" if module else "there is no such script"
-        yield _of(spec, what, seen, "Correct its `command` or `cwd`.", "environment-script")
-    elif path.is_file() and int(transformers.partition(".")[0]) >= 5 and BROKEN in path.read_text("utf-8", "replace"):
+    yield from _atroposlib(spec, python, installed.get("atroposlib"))
+    if module:
+        path = Path(origin or "")
+        missing = "there is no such module"
+        seen = f"{module} in {python}"
+    else:
+        script = spec.script_in(command)
+        if not script:
+            return
+        path = Path(spec.cwd or "", script)
+        missing = "there is no such script"
+        seen = str(path)
+    if not path.is_file():
+        yield _of(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
+        return
+    transformers = installed.get("transformers", "0")
+    is_new = int(transformers.partition(".")[0]) >= 5
+    if is_new and BROKEN in path.read_text("utf-8", "replace"):
         what = "`tokenize_for_trainer` makes garbage of its tokens with transformers 5"
         seen = f"{path}, transformers {transformers} of {python}"
-        fix = "Sample with `self.server.managed_server(...)`, which keeps tokens and log-probabilities; or make a "
-        fix += "virtual environment with `transformers<5` and name its Python as `python` of this entry."
+        fix = (
+            "Sample with `self.server.managed_server(...)`, which keeps tokens and "
+            "log-probabilities; or make a virtual environment with `transformers<5` and name its "
+            "Python as `python` of this entry."
+        )
         yield _of(spec, what, seen, fix, "tokenizes")
 
 
+def _ask(spec: EnvironmentSpec, python: str, module: str) -> tuple[dict[str, str], str | None]:
+    """Returns the versions of what is installed for a Python, and the file of a module.
+
+    Raises `OSError`, `SubprocessError`, `ValueError` or `IndexError` if the Python does not say it.
+    """
+    env = {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
+    answer = subprocess.run(
+        [python, "-", module or "json"],
+        input=PROBE,
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=spec.cwd,
+        timeout=PYTHON_DEADLINE,
+        check=True,
+    )
+    installed, origin = json.loads(answer.stdout.splitlines()[-1])
+    return installed, origin
+
+
+def _atroposlib(spec: EnvironmentSpec, python: str, version: str | None) -> Iterator[Finding]:
+    """Yields a finding if an environment's Python does not have the Atropos that this package
+    needs."""
+    needs = requirements("trl_atropos")
+    wanted = next(need.specifier for need in needs if need.name == "atroposlib")
+    if version is not None and wanted.contains(version, prereleases=True):
+        return
+    seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
+    fix = (
+        f'Install it (`{python} -m pip install "atroposlib{wanted}"`), or name another '
+        "`python` in its entry."
+    )
+    what = "its Python does not have the Atropos that it needs"
+    yield _of(spec, what, seen, fix, "environment-atroposlib")
+
+
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
-    """Of the servers that the recipe states for an environment."""
-    if {**os.environ, **spec.env}.get(DUMMY) not in (None, "", "0"):
+    """Yields what is wrong with the servers that the recipe states for an environment."""
+    variables = {**os.environ, **spec.env}
+    if variables.get(DUMMY) not in (None, "", "0"):
         what = "it may send made-up tokens in place of those that were sampled"
         yield _of(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
-    flags, content = stated_flags(command).items(), recipe.environment_file(spec)
-    flags = {flag.removeprefix("--openai."): value for flag, value in flags if flag.startswith("--openai.")}
-    stated = [flags] if content is None else content["openai"]
-    kinds = [one["server_type"] for one in stated if one.get("server_type", "vllm") not in WITH_TOKENS]
-    if kinds:
-        what = "its server type returns neither token ids nor log-probabilities"
-        yield _of(spec, what, f"server_type: {kinds[0]}", "Set `server_type` to 'vllm'.", "server-type")
-    ours = recipe.training.vllm_server_urls
-    urls = [one["base_url"] for one in stated if one.get("base_url")]
-    strange = [url for url in urls if _place(url) not in map(_place, ours)]
-    if strange:
-        what = "it samples from a server that is none of the run's, which would not be kept in step"
-        seen = f"{strange[0]}; the run has {', '.join(ours)}"
-        fix = "Set it to `{vllm_url}/v1`, or leave it if a router to the run's servers is there."
-        yield _of(spec, what, seen, fix, "server-url", WARNING)
+    content = recipe.environment_file(spec)
+    if content is not None:
+        servers = content["openai"]
+    else:
+        prefix = "--openai."
+        flags = stated_flags(command)
+        servers = [
+            {name.removeprefix(prefix): flags[name] for name in flags if name.startswith(prefix)}
+        ]
+    urls = [_place(url) for url in recipe.training.vllm_server_urls]
+    kinds = [server.get("server_type", "vllm") for server in servers]
+    for kind in kinds:
+        if kind not in WITH_TOKENS:
+            what = "its server type returns neither token ids nor log-probabilities"
+            fix = "Set `server_type` to 'vllm'."
+            yield _of(spec, what, f"server_type: {kind}", fix, "server-type")
+            break
+    for server in servers:
+        url = server.get("base_url")
+        if url and _place(url) not in urls:
+            what = (
+                "it samples from a server that is none of the run's, which would not be kept in "
+                "step"
+            )
+            seen = f"{url}; the run has {', '.join(recipe.training.vllm_server_urls)}"
+            fix = (
+                "Set it to `{vllm_url}/v1`, or leave it if a router to the run's servers is there."
+            )
+            yield _of(spec, what, seen, fix, "server-url", WARNING)
+            break
 
 
 def _place(url: str) -> str:
-    """Host and port."""
+    """Returns host and port."""
     return urlsplit(url).netloc.replace("localhost", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
 
 
 def _vocabulary(name: str) -> dict[str, int] | None:
-    """A tokenizer's vocabulary; `None` if it is not on this machine."""
+    """Returns a tokenizer's vocabulary, or `None` if it is not on this machine."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False).get_vocab()
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=True, trust_remote_code=False
+        ).get_vocab()
     except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
         return None
 
 
 def _tokenizer(recipe: Recipe, who: str, name: Any, setting: str, place: str) -> Iterator[Finding]:
-    """Whether a tokenizer that the recipe names is the model's."""
+    """Yields a finding if a tokenizer that the recipe names is not the model's."""
     model = str(recipe.model.model_name_or_path)
     if name is None or os.path.realpath(str(name)) == os.path.realpath(model):
         return
-    ours, theirs = _vocabulary(model), _vocabulary(str(name))
-    if ours is None or theirs is None:
-        what, level = f"{who} tokenizes by another name than the run's model", WARNING
+    vocabulary = _vocabulary(model)
+    other = _vocabulary(str(name))
+    if vocabulary is None or other is None:
+        what = f"{who} tokenizes by another name than the run's model"
+        level = WARNING
+    elif vocabulary != other:
+        what = f"{who} has another vocabulary, so that the same ids mean different text"
+        level = ERROR
     else:
-        what, level = f"{who} has another vocabulary, so that the same ids mean different text", ERROR
-    if ours is None or ours != theirs:
-        fix = f"Leave `{setting}` out of {place}, or name the model."
-        yield Finding(what, f"{setting}: {name}, the run's model: {model}", fix, "tokenizer", level)
+        return
+    seen = f"{setting}: {name}, the run's model: {model}"
+    fix = f"Leave `{setting}` out of {place}, or name the model."
+    yield Finding(what, seen, fix, "tokenizer", level)
 
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
-    """Settings of an environment that the recipe states, and that do not fit the run's."""
-    stated, training = recipe.stated(spec), recipe.training
+    """Yields settings of an environment that the recipe states, and that do not fit the run's."""
+    stated = recipe.stated(spec)
+    training = recipe.training
     url = stated.get("rollout_server_url", training.atropos_url)
-    if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:  # a host has several names
+    # a host has several names
+    if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
         yield _of(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
     steps = number_of(stated.get("total_steps"))
     if steps is not None and 0 <= steps < training.max_steps:
+        what = "it ends before the run does"
         seen = f"total_steps: {steps:.0f}, max_steps: {training.max_steps}"
-        yield _of(spec, "it ends before the run does", seen, "Leave `total_steps` out.", "environment-steps")
-    ahead, oldest = number_of(stated.get("max_batches_offpolicy")), training.max_staleness
+        yield _of(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
+    ahead = number_of(stated.get("max_batches_offpolicy"))
+    oldest = training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
-        what = "it samples so far ahead that its last rollouts are too old to be trained on, and dropped"
+        what = (
+            "it samples so far ahead that its last rollouts are too old to be trained on, and "
+            "dropped"
+        )
         seen = f"max_batches_offpolicy: {ahead:.0f}, max_staleness: {oldest}"
         fix = f"Lower `max_batches_offpolicy` to {max(1, oldest)}, or raise `max_staleness`."
         yield _of(spec, what, seen, fix, "staleness", WARNING)
     if number_of(stated.get("group_size")) == 1 and training.single_row_groups == "refuse":
-        what = "its groups have one rollout, which has no statistics of a group, and the run stops at the first"
-        fix = "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the advantage) or `zero`."
-        yield _of(spec, what, "group_size: 1, single_row_groups: refuse", fix, "group-of-one")
+        what = (
+            "its groups have one rollout, which has no statistics of a group, and the run stops "
+            "at the first"
+        )
+        seen = "group_size: 1, single_row_groups: refuse"
+        fix = (
+            "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the "
+            "advantage) or `zero`."
+        )
+        yield _of(spec, what, seen, fix, "group-of-one")
 
 
 def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
-    """What the script asks the server for that has it sample from another distribution than the policy's."""
-    found = [] if spec.path is None else reshaping_requests(spec.script)
-    if found:
-        what = "its requests change what is sampled, and the trainer scores every token as the policy has it"
-        seen = ", ".join(f"{request.text} (line {request.line} of {spec.path})" for request in found[:REQUESTS_SHOWN])
+    """Yields a finding if the script's requests have the server sample from another distribution
+    than the policy's."""
+    requests = [] if spec.path is None else reshaping_requests(spec.script)
+    if requests:
+        what = (
+            "its requests change what is sampled, and the trainer scores every token as the "
+            "policy has it"
+        )
+        shown = requests[:REQUESTS_SHOWN]
+        places = [f"{request.text} (line {request.line} of {spec.path})" for request in shown]
         fix = "Leave this out of requests for rollouts that are trained on."
-        yield _of(spec, what, seen, fix, "reshaped", WARNING)
+        yield _of(spec, what, ", ".join(places), fix, "reshaped", WARNING)
 
 
 def _together(recipe: Recipe) -> Iterator[Finding]:
-    """What several environments do to each other."""
-    stated = {spec.name: recipe.stated(spec) for spec in recipe.environments}
-    sizes = {name: int(size) for name, it in stated.items() if (size := number_of(it.get("group_size")))}
+    """Yields what several environments do to each other."""
+    sizes = {name: int(size) for name, size in _numbers(recipe, "group_size").items()}
     largest = max(sizes.values(), default=1)
     if any(largest % size for size in sizes.values()):  # api/utils.py:59
-        what = "The Atropos API waits for ever to fill small groups up to the size of the largest, which these cannot"
+        what = (
+            "The Atropos API waits for ever to fill small groups up to the size of the largest, "
+            "which these cannot"
+        )
         seen = ", ".join(f"{name}: group_size {size}" for name, size in sizes.items())
-        yield Finding(what, seen, "Make every group size divide the largest one.", "mixed-group-sizes")
-    shares = {name: share for name, it in stated.items() if (share := number_of(it.get("min_batch_allocation")))}
+        fix = "Make every group size divide the largest one."
+        yield Finding(what, seen, fix, "mixed-group-sizes")
+    shares = _numbers(recipe, "min_batch_allocation")
     if sum(shares.values()) > 1:  # api/utils.py:144
         what = "The least shares of a batch that environments ask for are more than one batch"
-        seen = ", ".join(f"{name}: min_batch_allocation {share:g}" for name, share in shares.items())
+        seen = ", ".join(
+            f"{name}: min_batch_allocation {share:g}" for name, share in shares.items()
+        )
         fix = "Lower `min_batch_allocation` until they are 1 together, or leave it out."
         yield Finding(what, seen, fix, "batch-shares")
+
+
+def _numbers(recipe: Recipe, setting: str) -> dict[str, float]:
+    """Returns a setting of the environments that state it other than as 0, by their names."""
+    numbers = {}
+    for spec in recipe.environments:
+        number = number_of(recipe.stated(spec).get(setting))
+        if number:
+            numbers[spec.name] = number
+    return numbers

@@ -1,18 +1,23 @@
-"""Takes an Atropos environment through exactly its first N problems, by its own code and without an Atropos API.
+"""Takes an Atropos environment through exactly its first N problems, by its own code and without an
+Atropos API.
 
     python groups.py SCRIPT process|evaluate --config FILE
 
-With `process`, N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers` problems are asked
-side by side. Atropos' own `process` asks one after the other, and takes further problems in place of those that fail:
-what it finds would be slow to come, and too good. Of each problem, one line is written to `data_path_to_save_groups`:
+With `process`, N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers`
+problems are sampled side by side. Atropos' own `process` samples one after the other, and takes
+further problems in place of those that fail: its results would be slow to come, and too good. For
+each problem, one line is written to `data_path_to_save_groups`:
 
-    {"item": 0, "groups": [...]}    what the environment would have sent to the API, empty if nothing
+    {"item": 0, "groups": [...]}    what the environment would have sent to the API, empty if
+                                    nothing
     {"item": 0, "error": "KeyError: 'weight'", "place": "FILE:LINE in FUNCTION", "traceback": "..."}
 
-With `evaluate`, the environment's own `evaluate` runs. If the variable `TRL_ATROPOS_GO` names a file, either begins
-once that exists. Before, imports and `setup` are done, which take long, and `FILE.awaited` is made.
+With `evaluate`, the environment's own `evaluate` runs. If the variable `TRL_ATROPOS_GO` names a
+file, either begins once that exists. Imports and `setup`, which take long, are done before, and
+then `FILE.awaited` is made.
 
-Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one.
+`services/evaluations.py` and `trl-atropos try` start this file. It runs in the environment's
+Python, as `sitecustomize.py`, whose folder is this one.
 """
 
 import asyncio
@@ -25,20 +30,78 @@ from run import carry_fields, refuse_unknown_settings, run_script
 from sitecustomize import describe, place_of
 
 GO = os.environ.get("TRL_ATROPOS_GO")
+POLL = 0.02  # seconds
 
 
-async def ask(env, item):
-    """The groups that come of a problem."""
-    collected, _ = await env.collect_trajectories(item)
-    groups = await env.postprocess_histories(collected) if collected else None
-    return [group for group in (groups if isinstance(groups, list) else [groups]) if group]
+async def run_evaluate(env):
+    """Takes the place of `BaseEnv._run_evaluate`."""
+    await env.setup()
+    await wait_for_go()
+    await env.evaluate()
+
+
+async def process_manager(env):
+    """Takes the place of `BaseEnv.process_manager`."""
+    slots = asyncio.Semaphore(max(1, env.max_num_workers))
+
+    async def solve(index, item):
+        async with slots:
+            write_line(output, index, await result_of(env, item))
+
+    await env.setup()
+    await wait_for_go()
+    # buffering=1: a line is in the file once it is written
+    with open(env.config.data_path_to_save_groups, "w", buffering=1) as output:
+        tasks = []
+        for index in range(env.n_groups_to_process):
+            try:
+                item = await env.get_next_item()
+            except Exception as error:  # noqa: BLE001 - somebody else's code
+                write_line(output, index, explain(error))
+                break
+            if item is None:
+                break
+            tasks.append(asyncio.create_task(solve(index, item)))
+        await asyncio.gather(*tasks)
+
+
+async def wait_for_go():
+    """Waits until the run says that the policy to evaluate is served."""
+    if not GO:
+        return
+    open(f"{GO}.awaited", "w").close()
+    while not os.path.exists(GO):
+        await asyncio.sleep(POLL)
+
+
+async def result_of(env, item):
+    """Returns the fields of a problem's line: `groups`, or those of an exception."""
+    seconds = env.config.worker_timeout
+    if seconds <= 0:
+        seconds = None
+    try:
+        return {"groups": await asyncio.wait_for(collect_groups(env, item), seconds)}
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        return explain(error)
+
+
+async def collect_groups(env, item):
+    """Returns the groups that an environment makes of a problem, none of them empty."""
+    collected, _backlog = await env.collect_trajectories(item)
+    if not collected:
+        return []
+    groups = await env.postprocess_histories(collected)
+    if not isinstance(groups, list):
+        groups = [groups]
+    return [group for group in groups if group]
 
 
 def explain(error):
-    """What is written of an exception."""
+    """Returns the fields of a line for an exception."""
     link = error
     while link.__context__ is not None:
-        if str(link.__context__) == "no running event loop":  # Atropos asks for one, and handles that there is none
+        # Atropos looks for a running event loop, and handles that there is none.
+        if str(link.__context__) == "no running event loop":
             link.__context__ = None
         else:
             link = link.__context__
@@ -46,47 +109,9 @@ def explain(error):
     return {"error": describe(error), "place": place_of(error), "traceback": text}
 
 
-async def told():
-    """Waits until the run says that the policy to evaluate is served."""
-    if GO:
-        open(f"{GO}.awaited", "w").close()
-    while GO and not os.path.exists(GO):
-        await asyncio.sleep(0.02)
-
-
-async def run_evaluate(env):
-    """Takes the place of `BaseEnv._run_evaluate`."""
-    await env.setup()
-    await told()
-    await env.evaluate()
-
-
-async def process_manager(env):
-    """Takes the place of `BaseEnv.process_manager`."""
-    limit, seconds = asyncio.Semaphore(max(1, env.max_num_workers)), env.config.worker_timeout
-
-    async def take(index, item):
-        async with limit:
-            try:
-                found = {"groups": await asyncio.wait_for(ask(env, item), seconds if seconds > 0 else None)}
-            except Exception as error:  # noqa: BLE001 - somebody else's code
-                found = explain(error)
-            output.write(json.dumps({"item": index, **found}, default=float) + "\n")  # numbers may be numpy's
-
-    await env.setup()
-    await told()
-    with open(env.config.data_path_to_save_groups, "w", buffering=1) as output:  # each line is there once it is known
-        tasks = []
-        for index in range(env.n_groups_to_process):
-            try:
-                item = await env.get_next_item()
-            except Exception as error:  # noqa: BLE001 - the same
-                output.write(json.dumps({"item": index, **explain(error)}) + "\n")
-                break
-            if item is None:
-                break
-            tasks.append(asyncio.create_task(take(index, item)))
-        await asyncio.gather(*tasks)
+def write_line(output, index, fields):
+    # default=float: numbers may be numpy's
+    output.write(json.dumps({"item": index, **fields}, default=float) + "\n")
 
 
 def main():
@@ -94,7 +119,8 @@ def main():
 
     carry_fields(BaseEnv)
     refuse_unknown_settings(BaseEnv)
-    BaseEnv.process_manager, BaseEnv._run_evaluate = process_manager, run_evaluate
+    BaseEnv.process_manager = process_manager
+    BaseEnv._run_evaluate = run_evaluate
     run_script(sys.argv[1])
 
 

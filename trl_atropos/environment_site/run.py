@@ -2,27 +2,75 @@
 
     python run.py SCRIPT serve --config FILE
 
-- Atropos' own `collect_trajectories`, which makes a group of what `collect_trajectory` returns, drops some fields. The
-  sampled tokens' log-probabilities are one of them, without which nobody knows what sampled a rollout. Here they stay.
-- Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that is no setting of
-  the environment's class ends the process, with the name that was probably meant.
+- Atropos' own `collect_trajectories` makes a group of what `collect_trajectory` returns, and drops
+  some fields. One of them is the log-probabilities of the sampled tokens, without which nobody
+  knows what sampled a rollout. Here they stay.
+- Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that
+  is no setting of the environment's class ends the process, with the name that was probably meant.
+- Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
 
-Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one. Standard library and what Atropos
-itself imports only.
+A run starts the entries of `environments` that have a `path` by this file. It runs in the
+environment's Python, as `sitecustomize.py`, whose folder is this one. Standard library and what
+Atropos itself imports only.
 """
 
+import asyncio
 import difflib
 import os
 import runpy
 import sys
+import types
 
-# Of what `collect_trajectory` returns, what Atropos does not copy into the group.
+# Fields of what `collect_trajectory` returns that Atropos does not copy into the group.
 CARRIED = ("inference_logprobs", "distill_token_ids", "distill_logprobs")
 
+FIRST_SLEEP = 1.5  # seconds
+USUAL_SLEEP = 0.1  # seconds, Atropos' own between two looks at the API
+QUICK_SLEEP = 0.02  # seconds
+QUICK_LOOKS = 4  # after the last group was sent
 
-class _Recorded:
-    """An environment as `BaseEnv.collect_trajectories` uses it, which keeps what each call of `collect_trajectory`
-    returned, in the order of the calls."""
+
+class MainLoopClock:
+    """Stands in for the module `asyncio` in Atropos' `BaseEnv.env_manager`, which uses nothing of
+    it but `sleep`.
+
+    Before its first look at the API, the loop sleeps 5 seconds, so that other environments can
+    start: these look every second whether the trainer is there, and `FIRST_SLEEP` is enough. After
+    the last group of a batch was sent, a trainer that was waiting takes the batch at once. So the
+    first `QUICK_LOOKS` looks of an environment without work follow each other quickly.
+    """
+
+    def __init__(self, env):
+        self._env = env
+        self._idle_looks = 0
+
+    async def sleep(self, delay):
+        if delay > USUAL_SLEEP:
+            await asyncio.sleep(min(delay, FIRST_SLEEP))
+            return
+        self._idle_looks += 1
+        if self._env.workers:
+            self._idle_looks = 0
+        if 0 < self._idle_looks <= QUICK_LOOKS:
+            delay = QUICK_SLEEP
+        await asyncio.sleep(delay)
+
+
+def shorten_sleeps(base):
+    """Gives the main loop of `base`, Atropos' `BaseEnv`, and nothing else, a `MainLoopClock` as its
+    `asyncio`."""
+    loop = base.env_manager
+
+    async def env_manager(self):
+        names = {**loop.__globals__, "asyncio": MainLoopClock(self)}
+        await types.FunctionType(loop.__code__, names)(self)
+
+    base.env_manager = env_manager
+
+
+class _Recorder:
+    """Stands in for an environment in `BaseEnv.collect_trajectories`. `items` keeps what each call
+    of `collect_trajectory` returned, in the order of the calls."""
 
     def __init__(self, env):
         self._env = env
@@ -43,14 +91,14 @@ class _Recorded:
 
 
 def carry_fields(base):
-    """Has `base`, Atropos' `BaseEnv`, carry over the fields that every rollout of a group has."""
+    """Makes `base`, Atropos' `BaseEnv`, carry over the fields that every rollout of a group has."""
     collect = base.collect_trajectories
 
     async def collect_trajectories(self, item):
-        recorded = _Recorded(self)
-        group, backlog = await collect(recorded, item)
+        recorder = _Recorder(self)
+        group, backlog = await collect(recorder, item)
         for field in CARRIED:
-            values = [rollout.get(field) for rollout in recorded.items]
+            values = [rollout.get(field) for rollout in recorder.items]
             if values and all(value is not None for value in values):
                 group[field] = values
         return group, backlog
@@ -59,19 +107,28 @@ def carry_fields(base):
 
 
 def refuse_unknown_settings(base):
-    """Has `base.cli` compare the settings that a person stated with the fields of the environment's class."""
+    """Makes `base.cli` compare the settings that the recipe states with the fields of the
+    environment's class, and end the process at the first that is none."""
     cli = base.cli.__func__
 
-    def checked(cls):
+    def checked_cli(cls):
         fields = type(cls.config_init()[0]).model_fields
         for name in stated_names(sys.argv):
             if name not in fields:
-                close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(sorted(fields))}."
-                sys.exit(f"error: {cls.__name__} has no setting `{name}` (under `config:` in the recipe). {hint}")
+                sys.exit(
+                    f"error: {cls.__name__} has no setting `{name}` (under `config:` in the "
+                    f"recipe). {_suggestion(name, fields)}"
+                )
         return cli(cls)
 
-    base.cli = classmethod(checked)
+    base.cli = classmethod(checked_cli)
+
+
+def _suggestion(name, fields):
+    close = difflib.get_close_matches(name, fields, n=1)
+    if close:
+        return f"Did you mean `{close[0]}`?"
+    return f"It has: {', '.join(sorted(fields))}."
 
 
 def stated_names(argv):
@@ -80,7 +137,8 @@ def stated_names(argv):
 
     if "--config" not in argv[:-1]:
         return []
-    with open(argv[argv.index("--config") + 1]) as file:
+    path = argv[argv.index("--config") + 1]
+    with open(path) as file:
         return yaml.safe_load(file).get("stated", [])
 
 
@@ -95,6 +153,7 @@ def run_script(script):
 def main():
     from atroposlib.envs.base import BaseEnv
 
+    shorten_sleeps(BaseEnv)
     carry_fields(BaseEnv)
     refuse_unknown_settings(BaseEnv)
     run_script(sys.argv[1])

@@ -1,1 +1,1 @@
-"""The process before the server in `vllm_mode: restart`."""
+"""Runs before the server in `vllm_mode: restart`."""

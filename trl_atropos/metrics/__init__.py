@@ -1,1 +1,1 @@
-"""What is measured of batches and steps, and what it means."""
+"""Measures batches and steps, and says what the measures mean."""

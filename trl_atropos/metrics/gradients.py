@@ -1,13 +1,16 @@
-"""No optimizer step is taken on a gradient that is not finite: it would make every weight NaN, for good.
+"""Refuses optimizer steps on a gradient that is not finite. Such a step makes every weight NaN, for
+good.
 
-`AtroposGRPOTrainer` finds the norm of each step's gradient before it waits for the device, and gives it to
-`GradientCheck`, which raises `GradientError` or says that the step is to be left out. What the loss was computed from
-is kept on the device until then, and looked at only if the norm is not finite.
+`AtroposGRPOTrainer` finds the norm of each step's gradient before it waits for the device, and
+gives it to `GradientCheck`, which raises `GradientError` or says that the step is to be left out.
+Until then, the check keeps on the device what the loss was computed from. It looks at that only if
+the norm is not finite.
 """
 
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +24,23 @@ logger = logging.getLogger(__name__)
 SIGNAL = "gradient_not_finite"
 # Above it, the square of the norm is not finite in float32, nor are Adam's second moments.
 LARGEST_NORM = torch.finfo(torch.float32).max ** 0.5
-SMALLEST_SCALE = 1.0  # of float16's loss scaling, as in DeepSpeed: below it, the values themselves overflow
-CAUSES = {  # what a loss is computed from, and how a message names the largest of it
+# of float16's loss scaling, as in DeepSpeed: below it, the values themselves overflow
+SMALLEST_SCALE = 1.0
+# Inputs of a loss, and how a message names the largest value of each
+CAUSES = {
     "advantages": "advantage {:.3g}",
     "old_per_token_logps": "log-ratio to the policy that began the batch {:.3g} nats",
     "sampling_per_token_logps": "log-ratio to the sampler {:.3g} nats",
     "ref_per_token_logps": "log-ratio to the reference policy {:.3g} nats",
 }
 LOWER = (
-    "Resume from a checkpoint before it (`resume_from_checkpoint`) and bound what is too large: with a lower "
-    "`learning_rate`, `max_grad_norm: 1`, rewards or advantages of about 1, `delta` or "
-    "`vllm_importance_sampling_clip_max` for ratios, or a lower `beta` for the reference policy."
+    "Resume from a checkpoint before it (`resume_from_checkpoint`) and bound what is too large: "
+    "with a lower `learning_rate`, `max_grad_norm: 1`, rewards or advantages of about 1, `delta` "
+    "or `vllm_importance_sampling_clip_max` for ratios, or a lower `beta` for the reference policy."
 )
 DAMAGED = (
-    "The weights were damaged before this step, or the model overflows in its dtype: begin with other weights or an "
-    "earlier checkpoint (`resume_from_checkpoint`), or set `dtype: float32`."
+    "The weights were damaged before this step, or the model overflows in its dtype: begin with "
+    "other weights or an earlier checkpoint (`resume_from_checkpoint`), or set `dtype: float32`."
 )
 
 
@@ -50,25 +55,30 @@ class GradientCheck:
     def __init__(self, tolerated: float):
         self.left_out = 0  # steps
         self._tolerated = tolerated
-        self._passes: list[tuple[dict[str, Any], torch.Tensor]] = []  # micro-batches and their log-probabilities
+        # micro-batches and their log-probabilities
+        self._passes: list[tuple[dict[str, Any], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 
     def note_logprobs(self, inputs: dict[str, Any], logprobs: torch.Tensor) -> None:
-        """Keeps a micro-batch and the `(B, C)` log-probabilities that the policy has for it, in nats."""
+        """Keeps a micro-batch and the `(B, C)` log-probabilities that the policy has for it, in
+        nats."""
         self._passes.append((inputs, logprobs.detach()))
 
     def note_loss(self, loss: torch.Tensor) -> None:
+        """Keeps the loss of a micro-batch."""
         self._losses.append(loss.detach())
 
     def takes(self, norm: float | None, step: int, accelerator: Accelerator) -> bool:
         """
-        Returns whether optimizer step number `step` may be taken: the same on all ranks, whose norms are the same.
+        Returns whether optimizer step number `step` may be taken: the same on all ranks, whose
+        norms are the same.
 
         Args:
-            norm: Norm of the whole gradient, before clipping; `None` where DeepSpeed computes none.
+            norm: Norm of the whole gradient, before clipping, or `None` if DeepSpeed computes none.
 
         Raises:
-            GradientError: The norm is not finite, and more steps than are tolerated had such a gradient.
+            GradientError: The norm is not finite, and more steps than are tolerated had such a
+                gradient.
         """
         finite = norm is None or 0 <= norm <= LARGEST_NORM  # DeepSpeed writes -1 for NaN
         if not finite:
@@ -78,75 +88,108 @@ class GradientCheck:
         return finite
 
     def _judge(self, norm: float, step: int, accelerator: Accelerator) -> None:
-        of_ranks = gather_object([self._found()])
-        loss = max((found["loss"] for found in of_ranks), key=_badness)
-        causes = _largest_of_all(of_ranks)
+        """Warns that the step is left out, or raises `GradientError`."""
+        of_ranks = gather_object([self._inspect()])
+        loss = max((rank.loss for rank in of_ranks), key=_badness)
         if math.isfinite(loss) and _can_scale_down(accelerator):
             logger.warning(
-                "Step %d is left out: the gradient overflows in float16, and the loss scale is halved.", step
+                "Step %d is left out: the gradient overflows in float16, and the loss scale is "
+                "halved.",
+                step,
             )
             return
         self.left_out += 1
-        damaged = any(found["damaged"] for found in of_ranks)
-        overflows = "square of the gradient is not finite in float32" if norm < math.inf else "gradient is not finite"
+        overflows = "gradient is not finite"
+        if norm < math.inf:
+            overflows = "square of the gradient is not finite in float32"
         what = f"Step {step}: the {overflows} (norm {norm:.3g}, loss {loss:.3g})"
-        named = [text.format(causes[name]) for name, text in CAUSES.items() if name in causes]
-        seen = f"the largest in its loss: {', '.join(named)}"
-        if damaged:
+        seen = f"the largest in its loss: {_name_causes(of_ranks)}"
+        fix = LOWER
+        if any(rank.damaged for rank in of_ranks):
             seen = "log-probabilities of the policy that are not finite"
+            fix = DAMAGED
         # DeepSpeed steps within the backward pass, and leaves such a step out by itself.
-        taken = accelerator.distributed_type == "DEEPSPEED" and not accelerator.optimizer_step_was_skipped
+        taken = (
+            accelerator.distributed_type == "DEEPSPEED"
+            and not accelerator.optimizer_step_was_skipped
+        )
         if taken:
             what += ", and DeepSpeed has taken the step; nothing of it was published or saved"
         if taken or self.left_out > self._tolerated:
-            fix = DAMAGED if damaged else LOWER
             fix += f" Or leave out up to N such steps with `warning_thresholds: {{{SIGNAL}: N}}`."
             raise GradientError(what, seen, fix)
-        message = "%s (seen: %s). The step is left out, as `warning_thresholds` allows for %g steps of a run."
-        logger.warning(message, what, seen, self._tolerated)
+        logger.warning(
+            "%s (seen: %s). The step is left out, as `warning_thresholds` allows for %g steps of a "
+            "run.",
+            what,
+            seen,
+            self._tolerated,
+        )
 
-    def _found(self) -> dict[str, Any]:
-        """Returns this rank's loss, the largest of each of `CAUSES`, and whether a log-probability is not finite."""
-        losses = [loss.item() for loss in self._losses]
-        found: dict[str, Any] = {"loss": sum(losses), "damaged": False}
+    def _inspect(self) -> "_Inspection":
+        """Looks at what this rank's loss was computed from."""
+        loss = sum(loss.item() for loss in self._losses)
+        damaged = False
+        largest: dict[str, float] = {}
         for inputs, logprobs in self._passes:
             trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-            found["damaged"] |= not bool(logprobs[trained].isfinite().all())
-            for name, values in _compared(inputs, logprobs):
-                largest = _largest(values.abs().expand_as(trained)[trained].tolist())
-                found[name] = max(found.get(name, 0.0), largest)
-        return found
+            damaged |= not bool(logprobs[trained].isfinite().all())
+            for name, values in _causes(inputs, logprobs):
+                sizes = values.abs().expand_as(trained)[trained]
+                largest[name] = max(largest.get(name, 0.0), _largest(sizes.tolist()))
+        return _Inspection(loss, damaged, largest)
 
 
-def _compared(inputs: dict[str, Any], logprobs: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+@dataclass
+class _Inspection:
+    """Holds what one rank found in the inputs of its loss."""
+
+    loss: float
+    damaged: bool  # a log-probability of the policy is not finite
+    largest: dict[str, float]  # size of each of `CAUSES` that the loss has
+
+
+def _causes(inputs: dict[str, Any], logprobs: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each of `CAUSES` that the micro-batch has, as `(B, C)` or `(B, 1)`."""
     for name in CAUSES:
         values = inputs.get(name)
         if values is None:
             continue
-        if name == "advantages":
-            yield name, values if values.dim() == 2 else values[:, None]
-        else:
+        if name != "advantages":
             yield name, logprobs - values
+        elif values.dim() == 2:
+            yield name, values
+        else:
+            yield name, values[:, None]
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Returns the largest value that is known: NaN stands for a log-probability that nobody sent."""
-    return max((value for value in values if not math.isnan(value)), default=0.0)
+    """Returns the largest value that is known: NaN stands for a log-probability that nobody
+    sent."""
+    known = [value for value in values if not math.isnan(value)]
+    return max(known, default=0.0)
 
 
-def _largest_of_all(of_ranks: list[dict[str, Any]]) -> dict[str, float]:
-    names = [name for name in CAUSES if any(name in found for found in of_ranks)]
-    return {name: max(found.get(name, 0.0) for found in of_ranks) for name in names}
+def _name_causes(of_ranks: list[_Inspection]) -> str:
+    """Returns the largest of each of `CAUSES` on all ranks, as a message names them."""
+    names = []
+    for name, text in CAUSES.items():
+        sizes = [rank.largest[name] for rank in of_ranks if name in rank.largest]
+        if sizes:
+            names.append(text.format(max(sizes)))
+    return ", ".join(names)
 
 
 def _badness(loss: float) -> tuple[bool, float]:
-    """Sorts NaN above infinity above all else."""
-    return math.isnan(loss), 0.0 if math.isnan(loss) else abs(loss)
+    """Returns a key that sorts NaN above infinity above all else."""
+    if math.isnan(loss):
+        return True, 0.0
+    return False, abs(loss)
 
 
 def _can_scale_down(accelerator: Accelerator) -> bool:
-    """Whether a smaller loss scale may heal an overflow in float16. Its scaler then skips the step by itself."""
+    """Returns whether a smaller loss scale may heal an overflow in float16. Its scaler then skips
+    the step by itself."""
     if accelerator.mixed_precision != "fp16":
         return False
     # DeepSpeed has a scaler of its own, and raises when its scale cannot become smaller.

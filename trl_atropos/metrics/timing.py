@@ -1,10 +1,11 @@
-"""Where the time of an optimizer step goes, and how many tokens it works off.
+"""Measures where the time of an optimizer step goes, and how many tokens it processes.
 
-Every moment on this process belongs to exactly one part of the step.
+Every moment on this process belongs to exactly one part of the step. `AtroposGRPOTrainer` and its
+publisher enter the parts. A part that is entered inside another interrupts it. A step lasts from
+the end of one optimizer step to the end of the next.
 
-`AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another interrupts it. A step
-lasts from the end of one optimizer step to the end of the next. Work that is queued on a GPU counts where it was
-queued: `settle` waits for it at the end of what computes, just before TRL or Transformers would wait anyway.
+Work that is queued on a GPU counts where it was queued: `settle` waits for it at the end of each
+computation, just before TRL or Transformers would wait anyway.
 """
 
 import contextlib
@@ -14,18 +15,23 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainerCallback
 
+from trl_atropos.batches.packing import has_experts
+
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
-COMPUTE = "forward_backward"  # clipping included; also of the reference policy, and of the old one if it is scored
+# clipping included; also of the reference policy, and of the old one if it is scored
+COMPUTE = "forward_backward"
 OPTIMIZER = "optimizer"
 PUBLISH = "publish"  # pause, transfer, resume, probe
-SAVE = "save"  # of a checkpoint; this and the next are parts of `other`, and logged by themselves
+# These two are parts of `other`, and logged by themselves.
+SAVE = "save"  # of a checkpoint
 EVALUATE = "evaluate"  # begin an evaluation, and wait for it
 OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
 DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16, from the data sheets of the SXM parts
+# dense bfloat16, from the data sheets of the SXM parts
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 class Stopwatch:
@@ -35,11 +41,12 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        """The first step begins now."""
+        """Begins the first step."""
         self.rest = OTHER
-        self._inside: list[str] = []
-        self._spent = dict.fromkeys((*PARTS, SAVE, EVALUATE), 0.0)
-        self._began = self._since = time.perf_counter()
+        self._inside: list[str] = []  # the parts that were entered, the innermost last
+        self._spent = dict.fromkeys((*PARTS, SAVE, EVALUATE), 0.0)  # seconds in this step
+        self._began = time.perf_counter()
+        self._since = self._began  # from when on time is not attributed yet
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -52,59 +59,82 @@ class Stopwatch:
             self._inside.pop()
 
     def rest_is(self, name: str) -> None:
-        """Until the end of the step, time outside of all parts belongs to `name`."""
+        """Attributes time outside of all parts to `name`, until the end of the step."""
         self._attribute()
         self.rest = name
 
     def lap(self) -> dict[str, float]:
-        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and `evaluate`."""
+        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and
+        `evaluate`."""
         self._attribute()
-        spent, step = self._spent, self._since - self._began
-        self._spent = dict.fromkeys(spent, 0.0)
-        self.rest, self._began = OTHER, self._since
-        return spent | {OTHER: spent[OTHER] + spent[SAVE] + spent[EVALUATE], "step": step}
+        times = self._spent
+        times[OTHER] = times[OTHER] + times[SAVE] + times[EVALUATE]
+        times["step"] = self._since - self._began
+        self._spent = dict.fromkeys((*PARTS, SAVE, EVALUATE), 0.0)
+        self.rest = OTHER
+        self._began = self._since
+        return times
 
     def _attribute(self) -> None:
         now = time.perf_counter()
-        self._spent[self._inside[-1] if self._inside else self.rest] += now - self._since
+        part = self._inside[-1] if self._inside else self.rest
+        self._spent[part] += now - self._since
         self._since = now
 
 
 class StepTimes(TrainerCallback):
-    """Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as `time/NAME`, and as
-    `speed/NAME` what `tokens` says of the batch at hand: how many tokens a step takes that were sampled, and how many
-    it trains on, prompts included."""
+    """
+    Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as
+    `time/NAME`, and tokens per second as `speed/NAME`.
+
+    Attributes:
+        tokens: of a step on the batch at hand: `sampled` ones, and those that it has `trained` on,
+            prompts included.
+        most_tokens_per_second: by all GPUs' peak in bfloat16, if it is known.
+    """
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
         self._stopwatch = stopwatch
         self._metrics = metrics
         self.tokens: dict[str, float] = {}
-        self.most_tokens_per_second: float | None = None  # by all GPUs' peak in bfloat16, where it is known
+        self.most_tokens_per_second: float | None = None
 
     def on_step_end(self, args, state, control, **kwargs):
         times = self._stopwatch.lap()
         for name, seconds in times.items():
             self._metrics[f"time/{name}"].append(seconds)
+        step = times["step"]
         for name, tokens in self.tokens.items():
-            self._metrics[f"speed/{name}_tokens_per_second"].append(tokens / times["step"])
+            speed = tokens / step
+            self._metrics[f"speed/{name}_tokens_per_second"].append(speed)
         if self.tokens and self.most_tokens_per_second is not None:
-            self._metrics["speed/mfu"].append(self.tokens["trained"] / times["step"] / self.most_tokens_per_second)
+            speed = self.tokens["trained"] / step
+            self._metrics["speed/mfu"].append(speed / self.most_tokens_per_second)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of one device in bfloat16, if they are known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((1e12 * value for known, value in PEAK_TFLOPS.items() if known in name), None)
+    """Returns the operations per second of one device in bfloat16, if they are known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known, tflops in PEAK_TFLOPS.items():
+        if known in name:
+            return 1e12 * tflops
+    return None
 
 
 def flops_per_token(model: torch.nn.Module) -> float | None:
-    """Of a forward and a backward pass through the weights: 6 per parameter, 4 if it is not trained. `None` for a
-    mixture of experts, of which a token passes only some."""
-    if any("expert" in name for name, _ in model.named_modules()):
+    """Returns the operations of a forward and a backward pass through the weights: 6 per parameter,
+    4 if it is not trained. Returns `None` for a mixture of experts, of which a token passes only
+    some."""
+    if has_experts(model):
         return None
-    # DeepSpeed's shards know the size of the whole.
-    sizes = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in model.parameters()]
-    return float(sum(number * (6 if trained else 4) for number, trained in sizes))
+    flops = 0
+    for parameter in model.parameters():
+        # DeepSpeed's shards know the size of the whole.
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        flops += size * (6 if parameter.requires_grad else 4)
+    return float(flops)
 
 
 def settle(device: torch.device) -> None:
@@ -114,18 +144,24 @@ def settle(device: torch.device) -> None:
 
 
 def bottleneck(logs: dict[str, float]) -> str | None:
-    """The part that takes at least half of the step, if one does, in words. `logs` has `time/NAME` in seconds."""
-    if not (step := logs.get("time/step")):
+    """Names the part that takes at least half of the step, if one does. `logs` has `time/NAME` in
+    seconds."""
+    step = logs.get("time/step")
+    if not step:
         return None
     share = {name: logs[f"time/{name}"] / step for name in PARTS}
+    computing = share[COMPUTE] + share[OPTIMIZER]
     evaluating = logs.get(f"time/{EVALUATE}", 0.0) / step
+    other = share[OTHER] - evaluating
     shares = {
         "the environments cannot keep up: {} of the step is waiting": share[WAIT],
-        "the trainer is the bottleneck: {} of the step is computing": share[COMPUTE] + share[OPTIMIZER],
+        "the trainer is the bottleneck: {} of the step is computing": computing,
         "publishing is the bottleneck: {} of the step": share[PUBLISH],
         "taking rollouts in is the bottleneck: {} of the step": share[INGEST],
-        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER] - evaluating,
+        "saving, logging and callbacks are the bottleneck: {} of the step": other,
         "training waits for evaluations: {} of the step": evaluating,
     }
-    text, largest = max(shares.items(), key=lambda item: item[1])
-    return text.format(f"{round(100 * largest)} %") if largest >= DOMINATES else None
+    text = max(shares, key=shares.__getitem__)
+    if shares[text] < DOMINATES:
+        return None
+    return text.format(f"{round(100 * shares[text])} %")

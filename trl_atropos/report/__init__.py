@@ -1,1 +1,1 @@
-"""What a person sees of a run: the progress line, the summary and the reward curve."""
+"""Shows a run: progress line, summary, model card, and the page of `trl-atropos report`."""

@@ -1,8 +1,9 @@
-"""`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a library.
+"""Writes one HTML file that shows a run, without a network, a server or a library:
+`trl-atropos report RUN_DIR`.
 
-`run_folder.py` reads the log and the rollouts. This module chooses what the page shows of them, and puts it as gzipped
-JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it. The tokens of rollouts are in
-chunks of their own, which the page unpacks when somebody opens one.
+`run_folder.py` reads the log and the rollouts. This module selects some of them, and puts them as
+gzipped JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw them. The
+tokens of rollouts are in chunks of their own, which the page unpacks when you open one.
 """
 
 import argparse
@@ -10,10 +11,11 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,15 @@ import pandas as pd
 from tokenizers import Tokenizer
 
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
+from trl_atropos.report.run_folder import (
+    Fate,
+    Run,
+    advantages,
+    read_run,
+    rollouts_of,
+    series,
+    trainer_logprobs,
+)
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
 
@@ -34,8 +44,6 @@ MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
-OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config", "evaluations")
-
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no
 network, and can be sent to somebody else. It has the reward, the evaluations,
@@ -56,53 +64,81 @@ def main(argv: list[str]) -> None:
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")
     except OSError as error:
-        sys.exit(f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with --output.")
-    sys.stdout.write(f"{summary}\n{output} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser.\n")
+        sys.exit(
+            f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with "
+            "--output."
+        )
+    megabytes = len(page.encode()) / 1e6
+    sys.stdout.write(f"{summary}\n{output} ({megabytes:.1f} MB): open it in a browser.\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        "trl-atropos report", description=DESCRIPTION, formatter_class=formatter
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
-    limits = f"default: %(default)s, and at most {MAX_TOKENS:,} tokens"
-    text = f"rollouts to show in full, whole groups from all over the run ({limits}); curves are always of all"
+    text = (
+        "rollouts to show in full, whole groups from all over the run (default: %(default)s, and "
+        f"at most {MAX_TOKENS:,} tokens); curves are always of all"
+    )
     parser.add_argument("--max_rollouts", type=int, default=MAX_ROLLOUTS, metavar="N", help=text)
     return parser
 
 
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
-    """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
+    """Returns the page of the run in `folder`, and one line about its content. Raises `ReportError`
+    if there is no run."""
     data, chunks = _collect(read_run(folder), max_rollouts)
-    blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks))]
+    blocks = [_block("data", data)]
+    for number, chunk in enumerate(chunks):
+        blocks.append(_block(f"chunk-{number}", chunk))
+    scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
         "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
         "DATA": "\n".join(blocks),
-        "SCRIPT": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "SCRIPT": "\n".join(scripts),
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
-    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda found: parts[found[1]], template)  # in one pass: a title may have braces
-    shown = f"{len(data['rollouts']['index'])} of {data['total_rollouts']} rollouts"
-    return page, f"{data['steps']} steps, {len(data['warnings'])} warnings, {shown}."
+    # in one pass: a title may have braces
+    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], template)
+    shown = len(data["rollouts"]["index"])
+    warnings = len(data["warnings"])
+    rollouts = f"{shown} of {data['total_rollouts']} rollouts"
+    return page, f"{data['steps']} steps, {warnings} warnings, {rollouts}."
 
 
 def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the page shows, and the chunks with the tokens of its rollouts."""
+    """Returns the data of the page, and the chunks with the tokens of its rollouts."""
     rollouts, unreadable = rollouts_of(run)
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
-    packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
+    chosen = rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)]
+    packed = pack(chosen, run.folder / "rollouts")
     texts, unreadable_tokenizer = token_texts(run.folder / "tokenizer.json", packed.token_ids)
+    # A run of which we have no log has none of these.
+    began = {"changed": [], "model": {}, "versions": {}, "devices": None, "ends": []} | run.began
+    has_gap = not pd.isna(packed.columns["gap"]).all()
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
-        **({"changed": [], "model": {}, "versions": {}, "devices": None, "ends": []} | run.began),
-        **{name: getattr(run, name) for name in OF_RUN},
+        **began,
+        "source": run.source,
+        "began_at": run.began_at,
+        "last_at": run.last_at,
+        "ended": run.ended,
+        "resumed": run.resumed,
+        "steps": run.steps,
+        "books": run.books,
+        "warnings": run.warnings,
+        "config": run.config,
+        "evaluations": run.evaluations,
         "metrics": series(run, POINTS),
         "rewards": rewards(rollouts, POINTS),
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),
-        "no_gap": why_no_gap(run, rollouts) if pd.isna(packed.columns["gap"]).all() else None,
+        "no_gap": None if has_gap else why_no_gap(run, rollouts),
         "unreadable": [*unreadable, *packed.unreadable, *unreadable_tokenizer],
         "texts": texts or {},
         "has_tokenizer": texts is not None,
@@ -111,136 +147,225 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
 
 
 def _block(name: str, content: Any) -> str:
-    """JSON that the page unpacks. Base64 has no character that could end the element."""
-    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # browsers know no NaN
+    """Returns an element with JSON that the page unpacks. Base64 has no character that could end
+    it."""
+    # browsers know no NaN
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     text = json.dumps(finite, separators=(",", ":"))
-    packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
-    return f'<script type="text/plain" id="{name}">{packed}</script>'
+    compressed = gzip.compress(text.encode(), 6, mtime=0)
+    encoded = base64.b64encode(compressed).decode()
+    return f'<script type="text/plain" id="{name}">{encoded}</script>'
 
 
-# ------------------------------------------------------------------------------------------------ rewards and rollouts
+# ----------------------------------------------------------------------------- rewards and rollouts
 
 
 def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
-    """The mean score of each environment's rollouts by the step that took them, over at most `limit` joined steps."""
-    known = rollouts[rollouts["first_step"] > 0]
-    size = -(-max(known["first_step"], default=1) // limit)
-    last_steps = -(-known["first_step"] // size) * size  # of each point
-    found = []
-    for environment, its in known.groupby("environment"):
-        means = its["score"].groupby(last_steps[its.index]).mean().round(6)
-        found.append({"environment": environment, "steps": means.index.tolist(), "means": means.tolist()})
-    return found
+    """Returns the mean score of each environment's rollouts by the step that took them, over at
+    most `limit` points of neighbouring steps."""
+    trained = rollouts[rollouts["first_step"] > 0]
+    size = math.ceil(max(trained["first_step"], default=1) / limit)  # steps of one point
+    # With a size of 10, steps 1 to 10 are the point 10, steps 11 to 20 the point 20.
+    last_steps = -(-trained["first_step"] // size) * size
+    curves = []
+    for environment, its_rollouts in trained.groupby("environment"):
+        by_point = its_rollouts["score"].groupby(last_steps[its_rollouts.index])
+        means = by_point.mean().round(6)
+        curve = {"steps": means.index.tolist(), "means": means.tolist()}
+        curves.append({"environment": environment} | curve)
+    return curves
 
 
 def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.ndarray:
-    """Places of whole groups, evenly spread over the run, first and last included, within both limits."""
+    """Returns the places of whole groups, evenly spread over the run, first and last included,
+    within both limits. There is at least one group, unless `max_rollouts` is 0."""
     group, names = rollouts["group"].factorize()  # numbered as they arrived
     lengths = rollouts["prompt_tokens"] + rollouts["completion_tokens"]
-    sizes, tokens = np.bincount(group), np.bincount(group, lengths)
+    sizes = np.bincount(group)
+    tokens = np.bincount(group, lengths)
     count = len(names) if max_rollouts > 0 else 0
     while count:
-        chosen = np.unique(np.linspace(0, len(names) - 1, count).round().astype(int))
-        over = max(sizes[chosen].sum() / max_rollouts, tokens[chosen].sum() / max_tokens)
-        if over <= 1 or count == 1:
+        spread = np.linspace(0, len(names) - 1, count)
+        chosen = np.unique(spread.round().astype(int))
+        too_many = sizes[chosen].sum() / max_rollouts
+        too_long = tokens[chosen].sum() / max_tokens
+        excess = max(too_many, too_long)
+        if excess <= 1 or count == 1:
             return np.flatnonzero(np.isin(group, chosen))
-        count = max(1, min(count - 1, int(count / over)))
+        fewer = min(count - 1, int(count / excess))
+        count = max(1, fewer)
     return np.empty(0, np.int64)
 
 
 @dataclass
 class Packed:
-    """Rollouts as the page reads them."""
+    """Holds rollouts as the page reads them."""
 
     columns: dict[str, list]  # one value per rollout
     unreadable: list[str]
-    chunks: list[dict[str, Any]] = field(default_factory=list)  # {"prompts": [ids ...], "rows": [[...] ...]}
+    # {"prompts": [ids ...], "rows": [[...] ...]}
+    chunks: list[dict[str, Any]] = field(default_factory=list)
     token_ids: set[int] = field(default_factory=set)  # every id that occurs
 
 
-SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
-SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
+SHOWN = [
+    "index",
+    "group",
+    "environment",
+    "policy_version",
+    "newest_version",
+    "score",
+    "group_mean",
+    "group_std",
+    "prompt_tokens",
+    "completion_tokens",
+    "fate",
+    "first_step",
+    "last_step",
+    "stale",
+    "advantage",
+]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
+COMPUTED = ["logprob", "trained_tokens", "gap", "gap_max", "last_token", "place"]
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     """
-    The chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's log-probabilities.
+    Returns the chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's
+    log-probabilities.
 
-    Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and masked stretches in
-    turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
-    stretch, and null stands for an unknown log-probability or gap.
+    Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and
+    masked stretches in turn, log-probabilities, token-level advantages or null, messages or null,
+    gaps or null]`; it begins with a trained stretch, and null stands for an unknown log-probability
+    or gap.
     """
-    # What is kept of the others is of a life of the run that was given up.
-    trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
+    # The trainer's log-probabilities of the others are from a part of the run that a resume undid.
+    undone = chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))
+    trained = chosen[~undone]
     scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
-    packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
-    packed.columns |= {name: [] for name in ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")}
+    columns = chosen[SHOWN].to_dict("list")
+    columns |= chosen[FLAGS].astype(int).to_dict("list")
+    columns |= {name: [] for name in COMPUTED}
+    packed = Packed(columns, unreadable)
     filled = CHUNK_TOKENS
-    wanted = set(chosen["index"])
-    read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
-    for place, rollout in enumerate(rollout for rollout in read if rollout.index in wanted):
+    for place, rollout in enumerate(_read(chosen)):
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             filled = 0
-        chunk, prompt, completion = packed.chunks[-1], rollout.prompt_ids.tolist(), rollout.completion_ids.tolist()
+        chunk = packed.chunks[-1]
+        prompt = rollout.prompt_ids.tolist()
+        completion = rollout.completion_ids.tolist()
         if prompt not in chunk["prompts"]:
             chunk["prompts"].append(prompt)
             filled += len(prompt)
         filled += len(completion)
         packed.token_ids.update(prompt, completion)
-        own = rollout.token_advantages if rollout.trains_on_token_advantages else None
-        if own is not None:
-            packed.columns["advantage"][place] = float(own[rollout.mask].mean())
-        known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
-        packed.columns["logprob"].append(float(known.mean()) if len(known) else np.nan)
-        packed.columns["trained_tokens"].append(int(rollout.mask.sum()))
         gap = _gap(scored.get(rollout.index), rollout)
-        packed.columns["gap"].append(np.nan if gap is None else float(np.nanmean(np.abs(gap))))
-        packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
-        packed.columns["last_token"].append(completion[-1])
-        packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
-        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
-        row = [chunk["prompts"].index(prompt), completion, np.diff(np.flatnonzero(turns)).tolist()]
-        row += [_thousandths(rollout.logprobs), _thousandths(own), rollout.messages, _thousandths(gap)]
+        _fill_columns(columns, place, rollout, gap)
+        number = len(packed.chunks) - 1
+        columns["place"].append([number, len(chunk["rows"])])
+        row = [
+            chunk["prompts"].index(prompt),
+            completion,
+            _stretches(rollout.mask),
+            _thousandths(rollout.logprobs),
+            _thousandths(_own_advantages(rollout)),
+            rollout.messages,
+            _thousandths(gap),
+        ]
         chunk["rows"].append(row)
     return packed
 
 
+def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
+    indices = set(chosen["index"])
+    for path in chosen["path"].unique():
+        for rollout in read_rollouts(Path(path)):
+            if rollout.index in indices:
+                yield rollout
+
+
+def _fill_columns(
+    columns: dict[str, list], place: int, rollout: Rollout, gap: np.ndarray | None
+) -> None:
+    own_advantages = _own_advantages(rollout)
+    if own_advantages is not None:
+        trained = own_advantages[rollout.mask]
+        columns["advantage"][place] = float(trained.mean())
+    trained = rollout.logprobs[rollout.mask]
+    logprobs = trained[~np.isnan(trained)]
+    columns["logprob"].append(float(logprobs.mean()) if len(logprobs) else np.nan)
+    columns["trained_tokens"].append(int(rollout.mask.sum()))
+    mean_gap = np.nan
+    largest_gap = np.nan
+    if gap is not None:
+        sizes = np.abs(gap)
+        mean_gap = float(np.nanmean(sizes))
+        largest_gap = float(np.nanmax(sizes))
+    columns["gap"].append(mean_gap)
+    columns["gap_max"].append(largest_gap)
+    columns["last_token"].append(int(rollout.completion_ids[-1]))
+
+
+def _own_advantages(rollout: Rollout) -> np.ndarray | None:
+    """Returns `(c,)` advantages of single tokens, None if the rollout trains on one for all."""
+    if not rollout.trains_on_token_advantages:
+        return None
+    return rollout.token_advantages
+
+
+def _stretches(mask: np.ndarray) -> list[int]:
+    """Returns the lengths of trained and of masked stretches in turn: of the mask 1 1 0 0 1, they
+    are 2, 2 and 1. A completion begins with a trained token."""
+    changes = np.diff(mask, prepend=~mask[:1], append=~mask[-1:])
+    begins = np.flatnonzero(changes)  # 0, 2, 4, and 5 for the end
+    return np.diff(begins).tolist()
+
+
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
-    """`(c,)` in nats, NaN where one of the two log-probabilities is not known; None if none is."""
+    """Returns `(c,)` in nats, NaN if one of the two log-probabilities is not known. None if none
+    is known."""
     if scored is None or len(scored) != len(rollout.logprobs):
         return None
     gap = scored - rollout.logprobs
-    gap = np.where(np.isfinite(gap), gap, np.float32(np.nan))  # a policy that has diverged has infinite ones
-    return gap if not np.isnan(gap).all() else None
+    is_known = np.isfinite(gap)  # a policy that has diverged has infinite ones
+    if not is_known.any():
+        return None
+    return np.where(is_known, gap, np.float32(np.nan))
 
 
 def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
-    return values if values is None else [None if np.isnan(one) else round(float(one) * NATS) for one in values]
+    if values is None:
+        return None
+    return [None if np.isnan(value) else round(float(value) * NATS) for value in values]
 
 
 def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
-    """What a page without any trainer-sampler gap says in its place."""
+    """Returns the text of a page without any trainer-sampler gap, in its place."""
     if not len(rollouts):
         return "there is no rollout in this run's folder"
     if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
-        return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
+        return (
+            "none of these rollouts is known to have been trained, or its sampler's "
+            "log-probabilities are not known"
+        )
     if run.config.get("vllm_importance_sampling_correction") is False:
         return "they are not computed with `vllm_importance_sampling_correction: false`"
-    missing = "the trainer's log-probabilities are not in this run's folder"
-    return f"{missing}: no batch has been trained yet, or they could not be written (then the warnings say so)"
+    return (
+        "the trainer's log-probabilities are not in this run's folder: no batch has been trained "
+        "yet, or they could not be written (then the warnings say so)"
+    )
 
 
-# -------------------------------------------------------------------------------------------------- the text of tokens
+# ------------------------------------------------------------------------------- the text of tokens
 
-REPLACEMENT = "�"  # what a decoder makes of bytes that are no character
+REPLACEMENT = "�"  # in the place of bytes that are no character
 SPACE = "▁"  # of SentencePiece
 
 
 def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, list[str]]:
-    """Returns the text of every id that the tokenizer at `path` knows, `None` without a tokenizer that can be read.
-    And the file with the reason, if it is there and cannot be read."""
+    """Returns the text of every id that the tokenizer at `path` knows, and the file with the
+    reason, if it cannot be read. Without a tokenizer that can be read, texts are `None`."""
     if not path.is_file():
         return None, []
     try:
@@ -248,20 +373,30 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, 
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type for what it cannot parse
         return None, [f"{path.name}: {error}"]
     alphabet = _byte_alphabet()
-    found = {}
-    pieces = {number: piece for number in ids if (piece := tokenizer.id_to_token(number)) is not None}
-    for number, piece in pieces.items():
+    texts = {}
+    for number in ids:
+        piece = tokenizer.id_to_token(number)
+        if piece is None:
+            continue
         text = tokenizer.decode([number], skip_special_tokens=False)
         if SPACE in piece:
             text = piece.replace(SPACE, " ")  # a decoder would strip the first one
         elif REPLACEMENT in text and all(character in alphabet for character in piece):
             text = "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
-        found[number] = text or piece
-    return found, []
+        texts[number] = text or piece
+    return texts, []
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for: GPT-2's `bytes_to_unicode` in reverse."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    """Returns the byte of each character of a byte-level vocabulary: GPT-2's `bytes_to_unicode` in
+    reverse."""
+    printable = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]
+    bytes_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    for number, byte in enumerate(others):
+        bytes_of[chr(256 + number)] = byte
+    return bytes_of

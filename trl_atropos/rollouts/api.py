@@ -1,7 +1,9 @@
-"""The HTTP client of the Atropos API, and how a run becomes its trainer.
+"""The HTTP client of the Atropos API, and the registration of a run as its trainer.
 
-`AtroposClient` retries nothing, because a second try is safe only if the request was not sent: that is
-`ApiUnreachable`, and otherwise `ReplyLost`.
+`AtroposClient` retries nothing, because a second try is safe only if the request was not sent: then
+it raises `ApiUnreachable`, and otherwise `ReplyLost`. `pull.py` and `source.py` use the client.
+
+`python -m trl_atropos.rollouts.api` runs Atropos' own API with two more routes.
 """
 
 import logging
@@ -27,25 +29,29 @@ HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
 NAMES = "/environment-names"
 REMOVE_STRAYS = "/remove-strays"
-NO_CREDENTIALS, TOO_MANY = (401, 403, 407), 429  # answers of proxies
+# Answers of proxies, by their status.
+NO_CREDENTIALS = (401, 403, 407)
+TOO_MANY = 429
 NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
 
 class ApiUnreachable(RolloutError):
-    """No connection: the request was never sent, so trying again is safe."""
+    """There is no connection: the request was never sent, so trying again is safe."""
 
 
 class RateLimited(ApiUnreachable):
-    """Something before the API refused the request because there were too many. The API has not seen it."""
+    """Something before the API refused the request because there were too many. The API has not
+    seen it."""
 
 
 class ReplyLost(RolloutError):
-    """The request was sent and no usable answer came: a batch that the API handed out in it is lost."""
+    """The request was sent and no usable answer came: a batch that the API handed out in it is
+    lost."""
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """The body of `POST /register`."""
+    """Body of `POST /register`."""
 
     wandb_group: str
     wandb_project: str
@@ -58,7 +64,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct):
-    batch_size: int  # of the registered trainer; -1 before the first registration
+    batch_size: int  # of the registered trainer; `UNREGISTERED` before the first registration
     max_token_len: int
 
 
@@ -72,9 +78,11 @@ class TrainerInfo(msgspec.Struct):
 
 
 class EnvironmentStatus(msgspec.Struct):
-    max_group_size: int = 1  # rollouts in the largest group that is queued, from any environment; at least 1
+    # rollouts in the largest group that is queued, from any environment; at least 1
+    max_group_size: int = 1
     self_queue_size: int = 0  # groups of this environment in the queue
-    unallocated_fraction: float = 1.0  # of a batch, that no environment reserves by `min_batch_allocation`
+    # share of a batch that no environment reserves by `min_batch_allocation`
+    unallocated_fraction: float = 1.0
     env_weight: float = 1.0  # its share by weight and context length, at least 0.01
 
 
@@ -85,15 +93,20 @@ class LatestExample(msgspec.Struct):
 
 class AtroposClient:
     """
+    Sends requests to an Atropos API, each once.
+
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
         request_timeout: seconds for every request but `batch`.
-        batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses its batch.
+        batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses
+            its batch.
     """
 
     def __init__(self, url: str, request_timeout: float, batch_timeout: float):
         if not url.startswith(("http://", "https://")):
-            raise RolloutError(f"{url!r} is not the URL of an Atropos API. Write it as http://HOST:PORT.")
+            raise RolloutError(
+                f"{url!r} is not the URL of an Atropos API. Write it as http://HOST:PORT."
+            )
         self.url = url.rstrip("/")
         self.batch_timeout = batch_timeout
         self._request_timeout = request_timeout
@@ -105,12 +118,14 @@ class AtroposClient:
         if b"AtroposLib API" not in body:
             raise RolloutError(
                 f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}",
-                fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",
+                fix="Set `atropos_url` to the host and port that `python -m "
+                "atroposlib.cli.run_api` listens on.",
                 code="not-atropos",
             )
 
     def register(self, registration: Registration) -> None:
-        """Asks to be the trainer. The API answers alike whether it takes the registration or ignores it."""
+        """Asks to be the trainer. The API answers alike whether it takes the registration or
+        ignores it."""
         self._request("POST", "/register", registration)
 
     def reset(self) -> None:
@@ -124,31 +139,35 @@ class AtroposClient:
         return self._get("/status", Status)
 
     def trainer(self) -> str | None:
-        """The `wandb_group` of the registration that the API holds, or None."""
+        """Returns the `wandb_group` of the registration that the API holds, or None."""
         return self._get("/wandb_info", TrainerInfo).group
 
     def environment(self, env_id: int) -> EnvironmentStatus | None:
-        """None if the API has no environment of that number, for which it answers 500."""
+        """Returns None if the API has no environment of that number: it answers 500."""
         # Some builds of the API read the number from the path, 0.4.0 reads it from the body.
         with suppress(ReplyLost):
             return self._get(f"/status-env?env_id={env_id}", EnvironmentStatus, {"env_id": env_id})
 
     def environments(self) -> list[EnvironmentStatus]:
-        """All environments that have registered since the API started, by number."""
-        found: list[EnvironmentStatus] = []
-        while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
-            found.append(status)
-        return found
+        """Returns all environments that have registered since the API started, by number."""
+        statuses: list[EnvironmentStatus] = []
+        while len(statuses) < MAX_ENVIRONMENTS:
+            status = self.environment(len(statuses))
+            if status is None:
+                break
+            statuses.append(status)
+        return statuses
 
     def names(self) -> list[str]:
-        """What environments registered as, by number. Empty if the API does not tell, as Atropos' own."""
+        """Returns the names as which environments registered, by number. Empty if the API does not
+        tell them: Atropos' own does not."""
         with suppress(RolloutError):
             return self._get(NAMES, list[str])
         return []
 
     def remove_strays(self) -> list[int] | None:
-        """Has the API of a run remove the groups that keep it from assembling any batch, see `_remove_strays`. Returns
-        their sizes, and None if the API cannot, as Atropos' own."""
+        """Has the API of a run remove the groups that keep it from assembling any batch, see
+        `_remove_strays`. Returns their sizes, or None if the API cannot: Atropos' own cannot."""
         try:
             _, content = self._request("POST", REMOVE_STRAYS)
             return msgspec.json.decode(content, type=list[int])
@@ -158,7 +177,8 @@ class AtroposClient:
             return None
 
     def latest_example(self) -> LatestExample | None:
-        """The group that was queued last, or None if the API cannot send it, for example because it has a NaN."""
+        """Returns the group that was queued last, or None if the API cannot send it, for example
+        because it has a NaN."""
         with suppress(ReplyLost):
             return self._get("/latest_example", LatestExample)
 
@@ -167,12 +187,15 @@ class AtroposClient:
         self._request("POST", "/disconnect-env", {"env_id": env_id})
 
     def batch(self) -> BatchReply:
-        """The next batch. The API forgets a batch before it answers, so each is delivered at most once."""
+        """Returns the next batch. The API forgets a batch before it answers, so each is delivered
+        at most once."""
         _, body = self._request("GET", "/batch", timeout=self.batch_timeout)
         try:
             return decode_reply(body)
         except ValueError as error:
-            raise ReplyLost(f"GET {self.url}/batch answered {body[:80]!r}, which is no batch ({error})") from error
+            raise ReplyLost(
+                f"GET {self.url}/batch answered {body[:80]!r}, which is no batch ({error})"
+            ) from error
 
     def abort(self) -> None:
         """Makes requests of other threads fail with `ReplyLost`."""
@@ -185,71 +208,114 @@ class AtroposClient:
         try:
             return msgspec.json.decode(content, type=reply)
         except msgspec.MsgspecError as error:
-            raise ReplyLost(f"{self.url}{path} answered {content[:80]!r}, not a {reply.__name__}") from error
+            raise ReplyLost(
+                f"{self.url}{path} answered {content[:80]!r}, not a {reply.__name__}"
+            ) from error
 
-    def _request(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> tuple[int, bytes]:
-        """Uses a new connection, since the API may close an idle one just as it is used again. Ignores proxies."""
-        url, timeout, asked = urlsplit(self.url), timeout or self._request_timeout, f"{method} {self.url}{path}"
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    def _request(
+        self, method: str, path: str, body: Any = None, timeout: float | None = None
+    ) -> tuple[int, bytes]:
+        """Returns status and content of the reply. Uses a new connection, since the API may close
+        an idle one just as it is used again. Ignores proxies."""
+        request = f"{method} {self.url}{path}"
+        connection = self._connect(request, timeout or self._request_timeout)
+        open_socket = connection.sock  # the connection drops it when the reply begins
+        self._sockets.add(open_socket)
+        try:
+            content = None
+            if body is not None:
+                content = msgspec.json.encode(body)
+            headers = {"Connection": "close", "Content-Type": "application/json", **NOT_CACHED}
+            connection.request(method, self._target(path), content, headers)
+            response = connection.getresponse()
+            status = response.status
+            answer = response.read()
+            location = response.getheader("Location", "")
+        except TimeoutError as error:
+            raise ReplyLost(f"{request} failed within {connection.timeout:g} s: {error}") from error
+        except (OSError, HTTPException) as error:
+            raise ReplyLost(f"{request} failed: {error!r}") from error
+        finally:
+            self._sockets.discard(open_socket)
+            connection.close()
+        if status >= 300 and not _is_another_server(path, status):
+            _raise_for_status(status, f"{request} answered {status} {answer[:200]!r}", location)
+        return status, answer
+
+    def _connect(self, request: str, timeout: float) -> HTTPConnection:
+        url = urlsplit(self.url)
+        kind = HTTPConnection
+        if url.scheme == "https":
+            kind = HTTPSConnection
         connection = kind(url.hostname, url.port, timeout=timeout)
         try:
             connection.connect()
         except OSError as error:
-            raise ApiUnreachable(f"{asked} failed: {error}") from error
-        own_socket = connection.sock  # the connection drops it when the reply begins
-        self._sockets.add(own_socket)
-        try:
-            content = None if body is None else msgspec.json.encode(body)
-            headers = {"Connection": "close", "Content-Type": "application/json", **NOT_CACHED}
-            # Many caches do not look at a request's headers: only a URL that nobody has asked for passes them.
-            unique = f"{'&' if '?' in path else '?'}unique={uuid.uuid4().hex}"
-            connection.request(method, url.path + path + unique, content, headers)
-            response = connection.getresponse()
-            status, answer = response.status, response.read()
-            location = response.getheader("Location", "")
-        except (OSError, HTTPException) as error:
-            why = f" within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
-            raise ReplyLost(f"{asked} failed{why}") from error
-        finally:
-            self._sockets.discard(own_socket)
-            connection.close()
-        another_server = path == "/" and 400 <= status < 500 and status not in (*NO_CREDENTIALS, TOO_MANY)
-        if status >= 300 and not another_server:
-            _raise_for_status(status, f"{asked} answered {status} {answer[:200]!r}", location)
-        return status, answer
+            raise ApiUnreachable(f"{request} failed: {error}") from error
+        return connection
+
+    def _target(self, path: str) -> str:
+        """Returns the path with a query that nobody has asked for. Many caches do not look at a
+        request's headers: only a new URL passes them."""
+        separator = "?"
+        if "?" in path:
+            separator = "&"
+        return f"{urlsplit(self.url).path}{path}{separator}unique={uuid.uuid4().hex}"
+
+
+def _is_another_server(path: str, status: int) -> bool:
+    """Returns whether `AtroposClient.greet` has found a server that has no page at `/`."""
+    return path == "/" and 400 <= status < 500 and status not in (*NO_CREDENTIALS, TOO_MANY)
 
 
 def _raise_for_status(status: int, answered: str, location: str) -> None:
-    """Raises what an answer other than success says. The API itself answers so with 404, 422 or 500 only."""
+    """Raises the error that a status above 299 stands for. The API itself answers so with 404, 422
+    or 500 only."""
     if status >= 500:
         raise ReplyLost(answered)
     if status == TOO_MANY:
         fix = (
-            "The Atropos API limits nobody, so a proxy before it does: exempt this trainer, which asks about 30 times "
+            "The Atropos API limits nobody, so a proxy before it does: exempt this trainer, "
+            "which asks about 30 times a second, or set `atropos_url` to the API itself."
         )
-        raise RateLimited(answered, fix=f"{fix}a second, or set `atropos_url` to the API itself.")
+        raise RateLimited(answered, fix=fix)
     if status in NO_CREDENTIALS:
-        fix = "The Atropos API asks nobody for credentials, so a proxy or another server answers there: let this "
-        raise RolloutError(answered, fix=f"{fix}trainer pass, or set `atropos_url` to the API itself.")
+        fix = (
+            "The Atropos API asks nobody for credentials, so a proxy or another server answers "
+            "there: let this trainer pass, or set `atropos_url` to the API itself."
+        )
+        raise RolloutError(answered, fix=fix)
     if status < 400:
-        raise RolloutError(answered, seen=location, fix="Set `atropos_url` to where the API itself answers.")
+        fix = "Set `atropos_url` to where the API itself answers."
+        raise RolloutError(answered, seen=location, fix=fix)
     fix = "The API of atroposlib 0.4 does not: install that version where the API runs."
     raise RolloutError(answered, fix=fix)
 
 
 def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
-    """What follows the word "environment" in a message: its name in `names`, or else its number at the API."""
-    return names.get(env_id) or ("without a number" if env_id is None else str(env_id))
+    """Returns the text after the word "environment" in a message: its name in `names`, or else its
+    number at the API."""
+    if env_id is None:
+        return "without a number"
+    return names.get(env_id) or str(env_id)
 
 
 def disconnect_command(url: str, env_ids: list[int]) -> str:
-    """The shell command that has the API forget an environment."""
-    which = env_ids[0] if len(env_ids) == 1 else "ID"
-    return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
+    """Returns the shell command that has the API forget an environment."""
+    env_id = "ID"
+    if len(env_ids) == 1:
+        env_id = str(env_ids[0])
+    body = f'{{"env_id": {env_id}}}'
+    header = "Content-Type: application/json"
+    return f"`curl -X POST {url}/disconnect-env -H '{header}' -d '{body}'`"
+
+
+# -------------------------------------------------------------------------------------- registering
 
 
 def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
-    """Calls `call` until the API answers it. Raises `RolloutError(failure)` after `timeout` seconds."""
+    """Calls `call` until the API answers it. Raises `RolloutError(failure)` after `timeout`
+    seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -261,67 +327,99 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
 
 
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
-    """Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
-    holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length. Raises
-    `ApiUnreachable` or `ReplyLost` if the API does not answer (call again), and `RolloutError` if it holds another
-    registration or takes none."""
-    # If an environment delivers before any trainer has registered, the API ignores every registration, and never hands
-    # out what is queued. Another delivery may come between the reset and the registration.
-    for _ in range(1 + HEAL_TRIES):
-        if reset:
-            client.reset()
-        client.register(registration)
-        held, reset = client.info(), True
-        if held.batch_size != UNREGISTERED:
-            break
-        # It tells no trainer how many they are.
-        message = "The Atropos API at %s received groups before any trainer had registered: resetting it loses them."
-        logger.warning(message, client.url)
-    else:
-        raise RolloutError(
-            f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
-            f"{HEAL_TRIES} resets. Stop the environment of an earlier run that delivers to it, then restart the API."
-        )
+    """Registers, and verifies that the API holds this run's batch size and length. `reset` first
+    discards what the API holds; otherwise it keeps the queue of an earlier trainer with the same
+    batch size and length. Raises `ApiUnreachable` or `ReplyLost` if the API does not answer (call
+    again), and `RolloutError` if it holds another registration or takes none."""
+    held = _register(client, registration, reset)
     wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
         raise RolloutError(
-            f"The Atropos API at {client.url} still holds another registration, of {client.trainer()}: batch_size "
-            f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
-            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). If that run is "
-            "over, set `reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the "
-            "rollouts queued there, or restart the API; restart the environments in both cases. If it is not, give "
-            "this run an API of its own (`atropos_url`)."
+            f"The Atropos API at {client.url} still holds another registration, of "
+            f"{client.trainer()}: batch_size {held.batch_size} and max_token_len "
+            f"{held.max_token_len}, and this run needs batch_size {wanted.batch_size} and "
+            f"max_token_len {wanted.max_token_len} (its longest rollout + 1). If that run is over, "
+            "set `reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw "
+            "away the rollouts queued there, or restart the API; restart the environments in both "
+            "cases. If it is not, give this run an API of its own (`atropos_url`)."
         )
     return client.status()
 
 
+def _register(client: AtroposClient, registration: Registration, reset: bool) -> Info:
+    """Returns the registration that the API holds after this one has been sent."""
+    # If an environment delivers before any trainer has registered, the API ignores every
+    # registration, and never hands out what is queued. Another delivery may come between the reset
+    # and the registration.
+    for _ in range(1 + HEAL_TRIES):
+        if reset:
+            client.reset()
+        client.register(registration)
+        held = client.info()
+        if held.batch_size != UNREGISTERED:
+            return held
+        reset = True
+        # The API does not tell how many groups it received.
+        message = (
+            "The Atropos API at %s received groups before any trainer had registered: "
+            "resetting it loses them."
+        )
+        logger.warning(message, client.url)
+    raise RolloutError(
+        f"The Atropos API at {client.url} does not take a registration: batch_size is "
+        f"{UNREGISTERED} after {HEAL_TRIES} resets. Stop the environment of an earlier run "
+        "that delivers to it, then restart the API."
+    )
+
+
+# ---------------------------------------------------------------------------- the API of a run
+
+
 def _remove_strays(state: Any) -> list[int]:
-    """Removes queued groups that no registered environment would send and whose size does not divide the batch, if
-    the API cannot assemble a batch of what is queued. Returns their sizes. The API looks at the `group_size` of an
-    environment only where a group has an `env_id`, and a group that is in no batch keeps all others waiting."""
+    """Removes queued groups that no registered environment would send and whose size does not
+    divide the batch, if the API cannot assemble a batch of what is queued. Returns their sizes. The
+    API looks at the `group_size` of an environment only if a group has an `env_id`, and a group
+    that is in no batch keeps all others waiting."""
     from atroposlib.api.utils import grab_exact_from_heterogeneous_queue
 
-    queue, batch_size = getattr(state, "queue", []), getattr(state, "batchsize", 0)
-    known = {environment["group_size"] for environment in getattr(state, "envs", ())}
+    queue = getattr(state, "queue", [])
+    batch_size = getattr(state, "batchsize", 0)
+    environments = getattr(state, "envs", ())
     sizes = [len(group["tokens"]) for group in queue]
-    if sum(sizes) < batch_size or grab_exact_from_heterogeneous_queue(queue, batch_size)[0] is not None:
+    if sum(sizes) < batch_size:
         return []
-    strays = [size for size in sizes if size not in known and (size == 0 or batch_size % size)]
-    state.queue = [group for group, size in zip(queue, sizes, strict=True) if size not in strays]
+    batch, _ = grab_exact_from_heterogeneous_queue(queue, batch_size)
+    if batch is not None:
+        return []
+    known_sizes = {environment["group_size"] for environment in environments}
+    strays = []
+    kept = []
+    for group, size in zip(queue, sizes, strict=True):
+        divides_batch = size > 0 and batch_size % size == 0
+        if size in known_sizes or divides_batch:
+            kept.append(group)
+        else:
+            strays.append(size)
+    state.queue = kept
     return strays
 
 
 def main() -> None:
-    """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of environments, the other
-    removes groups that keep the API from assembling batches."""
+    """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of
+    environments, the other removes groups that keep the API from assembling batches."""
     from atroposlib.api import app
     from atroposlib.cli import run_api
 
-    async def remove_strays() -> list[int]:  # in the event loop, where no group is added at the same time
+    # Both are coroutines, so they run in the event loop, where no group is added at the same time.
+    async def names() -> list[str]:
+        environments = getattr(app.state, "envs", ())
+        return [environment["desired_name"] for environment in environments]
+
+    async def remove_strays() -> list[int]:
         return _remove_strays(app.state)
 
+    app.get(NAMES)(names)
     app.post(REMOVE_STRAYS)(remove_strays)
-    app.get(NAMES)(lambda: [environment["desired_name"] for environment in getattr(app.state, "envs", ())])
     run_api.main()
 
 

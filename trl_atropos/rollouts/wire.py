@@ -1,20 +1,20 @@
 """The reply of `GET /batch`: from bytes to groups of arrays, checked for type and shape.
 
-`AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes rollouts of the
-result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a score.
+`AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes
+rollouts of the result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a
+score. Past this file, groups are trusted.
 """
 
 import json
 import math
 import re
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from reprlib import repr as short
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,27 +23,35 @@ from msgspec import Meta, Struct
 MASKED = -100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# Of scores and advantages. Norms, standard deviations and Adam add up squares: float32 holds 2**48 squares of this.
+# Largest score or advantage. Norms, standard deviations and Adam add up squares: float32 holds
+# 2**48 squares of this.
 LARGEST = 2.0**40
-# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the others add.
+# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the
+# others add.
 LOWEST_LOGPROB = -1e4
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
+MAX_FLOAT = sys.float_info.max
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Number = float | int  # a big integer stays exact until it is checked
 # Atropos' collectors send empty lists and objects for what they do not have.
 Nothing = Annotated[dict[str, Any], Meta(max_length=0)] | None
 Empty = Annotated[list[Any], Meta(max_length=0)] | None
+T = TypeVar("T")
+PerRollout = list[T | Nothing] | Nothing
+"""One entry for each rollout of a group, if anything was sent."""
 
 
 class Sampling(Struct):
-    """How the group was sampled, as far as the environment says."""
+    """The sampling settings of the group, as far as the environment says."""
 
-    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None  # finite
+    temperature: Finite | None = None
 
 
 class Overrides(Sampling):
-    """What an environment may ask for one rollout or for a whole group. Other keys are ignored."""
+    """Requests of an environment for one rollout or for a whole group. Other keys are ignored."""
 
     set_advantage_to_zero: bool | None = None
     sft: bool | None = None
@@ -51,37 +59,41 @@ class Overrides(Sampling):
 
 
 class Group(Struct):
-    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per token."""
+    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per
+    token."""
 
     tokens: list[list[TokenId]]
     masks: list[list[int]]
     scores: list[Number]
-    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
-    advantages: list[list[Number] | Nothing] | Nothing = None
-    distill_token_ids: list[list[list[TokenId] | Nothing] | Nothing] | Nothing = None
-    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
+    inference_logprobs: PerRollout[list[Number | None]] = None
+    advantages: PerRollout[list[Number]] = None
+    distill_token_ids: PerRollout[list[list[TokenId] | Nothing]] = None
+    distill_logprobs: PerRollout[list[list[Number | None] | Nothing]] = None
     overrides: list[Overrides | Empty] | Nothing = None
     group_overrides: Overrides | Empty = None
     generation_params: Sampling | Empty = None
-    env_id: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    env_id: Int64 | None = None
     messages: Any = None
     images: Any = None
 
 
 class BatchReply(Struct):
-    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
+    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is
+    registered."""
 
     batch: list[Any] | None
     status: Literal["error"] | None = None
 
 
 class RejectedGroup(ValueError):
-    """One group cannot be used; the message has the value seen. In a batch, it stands for its group.
+    """One group cannot be used; the message has the value seen. In a batch, it stands for its
+    group.
 
     Args:
         reason: what is wrong with it.
         kind: each kind is warned about once.
-        fix: what to change if most groups of the environment are so, which ends the run. Empty for accidents.
+        fix: what to change if most groups of the environment are so, which ends the run. Empty for
+        accidents.
     """
 
     def __init__(self, reason: str, kind: str = "malformed", fix: str = ""):
@@ -94,14 +106,16 @@ class RejectedGroup(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing was sent."""
+    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing
+    was sent."""
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
     scores: list[float]  # n, at most `LARGEST`
     logprobs: list[np.ndarray | None]  # n of (length,) float32, NaN = unknown
     advantages: list[np.ndarray | None]  # n of (length,) float64
-    distill_ids: list[np.ndarray | None]  # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
+    # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
+    distill_ids: list[np.ndarray | None]
     distill_logprobs: list[np.ndarray | None]  # n of (length, k) float32; NaN = absent
     overrides: list[Overrides]  # n
     group_overrides: Overrides
@@ -115,37 +129,62 @@ class ScoredGroup:
         return len(self.tokens)
 
     def asks(self, override: str, i: int) -> bool:
-        """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
-        return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
+        """Returns whether rollout `i` or its whole group has `override`, a Boolean field of
+        `Overrides`."""
+        if getattr(self.group_overrides, override):
+            return True
+        return bool(getattr(self.overrides[i], override))
 
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
-# How atroposlib 0.4 writes a reply.
-HEAD, NEXT, TAIL = b'{"batch":[', b',{"tokens":', b"]}"
+# atroposlib 0.4 writes a reply as HEAD, a group, NEXT, the rest of a group, ..., TAIL.
+HEAD = b'{"batch":['
+NEXT = b',{"tokens":'
+TAIL = b"]}"
 UNREADABLE = "unreadable"
 
 
 def decode_reply(body: bytes) -> BatchReply:
-    """The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
-    `ValueError` if the body is not the JSON of such a reply."""
+    """Returns the groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be
+    read costs no other. Raises `ValueError` if the body is not the JSON of such a reply."""
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
-        # Reading group by group takes much less memory. If the cuts are wrong, some part is not JSON by itself.
-        cuts = [len(HEAD) - 1, *_ends_of_groups(body), len(body) - len(TAIL)]
-        groups = [read_group(body[before + 1 : after]) for before, after in pairwise(cuts)]
-        if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
+        # Reading group by group takes much less memory.
+        groups = _read_piecewise(body)
+        if not any(_is_unreadable(group) for group in groups):
             return BatchReply(groups)
+    # The cuts may be wrong: then some part is not JSON by itself.
     try:
         reply = msgspec.convert(json.loads(body), BatchReply)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         if all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
         return BatchReply(groups)
-    return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
+    if reply.batch is not None:
+        reply.batch = [read_group(group) for group in reply.batch]
+    return reply
+
+
+def _read_piecewise(body: bytes) -> list[ScoredGroup | RejectedGroup]:
+    """
+    Reads each group of a reply by itself.
+
+    For example, `{"batch":[{A},{B}]}` has three cuts: the `[`, the comma between the groups, and
+    the `]`. Each group stands between two cuts.
+    """
+    first_cut = len(HEAD) - 1
+    last_cut = len(body) - len(TAIL)
+    cuts = [first_cut, *_ends_of_groups(body), last_cut]
+    groups = []
+    for left, right in pairwise(cuts):
+        text = body[left + 1 : right]
+        groups.append(read_group(text))
+    return groups
 
 
 def _ends_of_groups(body: bytes) -> Iterator[int]:
-    """Where a group ends that another follows. Looks for one character: `find` is several times slower with more."""
+    """Yields where a group ends that another follows. Looks for one character: `find` is several
+    times slower with more."""
     end = body.find(b"}") + 1
     while end:
         if body.startswith(NEXT, end):
@@ -153,8 +192,12 @@ def _ends_of_groups(body: bytes) -> Iterator[int]:
         end = body.find(b"}", end) + 1
 
 
+def _is_unreadable(group: ScoredGroup | RejectedGroup) -> bool:
+    return isinstance(group, RejectedGroup) and group.kind == UNREADABLE
+
+
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
-    """As `parse_group`, but returns the error."""
+    """Reads a group as `parse_group` does, but returns the error."""
     try:
         return parse_group(raw)
     except RejectedGroup as error:
@@ -162,26 +205,46 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
     with suppress(RejectedGroup):
         sent = _plain(raw)
         if isinstance(sent, dict):
-            env_id, tokens = sent.get("env_id"), sent.get("tokens")
-            rejected.env_id = env_id if type(env_id) is int else None
-            rejected.size = len(tokens) if isinstance(tokens, list) else 0
+            env_id = sent.get("env_id")
+            if type(env_id) is int:
+                rejected.env_id = env_id
+            tokens = sent.get("tokens")
+            if isinstance(tokens, list):
+                rejected.size = len(tokens)
     return rejected
 
 
 def parse_group(raw: object) -> ScoredGroup:
-    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup` with what is wrong, and where."""
+    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup`, which says
+    where it is wrong."""
     try:
-        if isinstance(raw, bytes) and not raw.isascii():
-            raw.decode()  # msgspec does not look at the text of fields that it leaves out
-        group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, Group)
+        if isinstance(raw, bytes):
+            if not raw.isascii():
+                raw.decode()  # msgspec does not look at the text of fields that it leaves out
+            group = DECODE_GROUP(raw)
+        else:
+            group = msgspec.convert(raw, Group)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
+        # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value
+        # for the message.
         sent = _plain(raw)
         try:
             group = _converted(sent)
         except msgspec.ValidationError as error:
             raise RejectedGroup(_explained(sent, str(error))) from None
     return _checked(group)
+
+
+def _plain(raw: object) -> Any:
+    """Returns the group as Python objects."""
+    if not isinstance(raw, bytes):
+        return raw
+    try:
+        return json.loads(raw)
+    # also for text that is not UTF-8, and integers of 4301 digits
+    except (ValueError, RecursionError) as error:
+        reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
+        raise RejectedGroup(reason, UNREADABLE) from None
 
 
 def _converted(sent: Any) -> Group:
@@ -191,41 +254,43 @@ def _converted(sent: Any) -> Group:
         return msgspec.convert(json.loads(_dumps(sent)), Group)
 
 
-def _plain(raw: object) -> Any:
-    """The group as Python objects."""
-    if not isinstance(raw, bytes):
-        return raw
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:  # also for text that is not UTF-8, and integers of 4301 digits
-        reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
-        raise RejectedGroup(reason, UNREADABLE) from None
-
-
 def _explained(sent: Any, error: str) -> str:
-    """msgspec's "Expected `int`, got `bool` - at `$.tokens[0][1]`", with the value seen."""
+    """Returns an error with the value seen: "tokens[0][1] is True: expected `int`, got `bool`" for
+    msgspec's "Expected `int`, got `bool` - at `$.tokens[0][1]`"."""
     expected, _, path = error.partition(" - at `$")
     value = sent
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field or int(index)]
-    return f"{path[1:-1] or 'the group'} is {short(value)}: {expected[:1].lower()}{expected[1:]}"
+    place = path[1:-1] or "the group"
+    reason = expected[:1].lower() + expected[1:]
+    return f"{place} is {short(value)}: {reason}"
+
+
+# ------------------------------------------------------------------- shapes and values of a group
 
 
 def _checked(group: Group) -> ScoredGroup:
+    """Returns the group as arrays. Raises `RejectedGroup` if a shape or a value is wrong."""
     size = len(group.tokens)
     if not size:
         raise RejectedGroup("tokens is empty: a group has at least 1 rollout")
     tokens = [np.fromiter(ids, np.int32, len(ids)) for ids in group.tokens]
-    teachers = _teachers(group, [len(ids) for ids in tokens])
+    distill_ids, distill_logprobs = _teachers(group, tokens)
+    masks = _sized("masks", group.masks, size)
+    trained = [_trained(i, masks[i], tokens[i]) for i in range(size)]
+    scores = _finite("scores", _sized("scores", group.scores, size))
+    logprobs = _per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs)
+    advantages = _per_token("advantages", group.advantages, tokens, _finite)
+    overrides = _sized("overrides", group.overrides or [None] * size, size)
     return ScoredGroup(
         tokens=tokens,
-        trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))],
-        scores=_finite("scores", _sized("scores", group.scores, size)).tolist(),
-        logprobs=_per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs),
-        advantages=_per_token("advantages", group.advantages, tokens, _finite),
-        distill_ids=[ids for ids, _ in teachers],
-        distill_logprobs=[logprobs for _, logprobs in teachers],
-        overrides=[one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)],
+        trained=trained,
+        scores=scores.tolist(),
+        logprobs=logprobs,
+        advantages=advantages,
+        distill_ids=distill_ids,
+        distill_logprobs=distill_logprobs,
+        overrides=[sent or Overrides() for sent in overrides],
         group_overrides=group.group_overrides or Overrides(),
         generation_params=group.generation_params or Sampling(),
         messages=_messages(group.messages, size),
@@ -235,13 +300,15 @@ def _checked(group: Group) -> ScoredGroup:
 
 
 def _sized(name: str, entries: Sequence, size: int, of: str = "rollouts") -> Sequence:
+    """Returns the entries. Raises `RejectedGroup` if they are not `size` many."""
     if len(entries) != size:
         raise RejectedGroup(f"{name} has {len(entries)} entries for {size} {of}")
     return entries
 
 
 def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
-    """Which tokens the mask marks. An entry is -100, or the token itself."""
+    """Returns the tokens of rollout `i` that the mask marks, `(length,)` bool. An entry is -100, or
+    the token itself: `[-100, 5, 6]` marks the last two of `[4, 5, 6]`."""
     _sized(f"masks[{i}]", mask, len(tokens), "tokens")
     try:
         entries = np.fromiter(mask, np.int32, len(mask))
@@ -252,7 +319,8 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     if not good.all():
         wrong = int(np.argmin(good))
         raise RejectedGroup(
-            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id {tokens[wrong]}"
+            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id "
+            f"{tokens[wrong]}"
         )
     return trained
 
@@ -260,76 +328,134 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
 Check = Callable[[str, list], np.ndarray]
 
 
-def _per_token(name: str, value: Any, tokens: list[np.ndarray], check: Check) -> list[np.ndarray | None]:
-    entries = _sized(name, value or [None] * len(tokens), len(tokens))
-    return [
-        check(f"{name}[{i}]", _sized(f"{name}[{i}]", one, len(ids), "tokens")) if one else None
-        for i, (one, ids) in enumerate(zip(entries, tokens))
-    ]
+def _per_token(
+    name: str, value: Any, tokens: list[np.ndarray], check: Check
+) -> list[np.ndarray | None]:
+    """Returns the checked values of each rollout, None if it has none."""
+    if not value:
+        return [None] * len(tokens)
+    _sized(name, value, len(tokens))
+    checked = []
+    for i, entries in enumerate(value):
+        if not entries:
+            checked.append(None)
+            continue
+        name_of_entry = f"{name}[{i}]"
+        _sized(name_of_entry, entries, len(tokens[i]), "tokens")
+        checked.append(check(name_of_entry, entries))
+    return checked
 
 
 def _floats(entries: list) -> np.ndarray:
-    """float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever its sign."""
+    """Returns float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever
+    its sign."""
     try:
         with suppress(TypeError):  # of a null; where there is none, this is faster
             return np.fromiter(entries, np.float64, len(entries))
         return np.array(entries, dtype=np.float64)
     except OverflowError:
-        return np.array([math.inf if e is not None and abs(e) > FLOAT32_MAX else e for e in entries], np.float64)
+        return np.array([_representable(entry) for entry in entries], np.float64)
+
+
+def _representable(entry: Number | None) -> Number | None:
+    if entry is not None and abs(entry) > FLOAT32_MAX:
+        return math.inf
+    return entry
 
 
 def _finite(name: str, entries: list) -> np.ndarray:
-    """`(length,)` float64. Rejects what float32 cannot hold the squares of."""
+    """Returns `(length,)` float64. Rejects numbers of which float32 cannot hold the squares."""
     values = _floats(entries)
     good = np.abs(values) <= LARGEST
     if not good.all():
         wrong = int(np.argmin(good))
-        reason = f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most {LARGEST:.3g}"
-        raise RejectedGroup(f"{reason}, beyond which sums of squares overflow float32")
+        raise RejectedGroup(
+            f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most "
+            f"{LARGEST:.3g}, beyond which sums of squares overflow float32"
+        )
     return values
 
 
 def _logprobs(name: str, entries: list) -> np.ndarray:
-    """`(length,)` float32, NaN where there is none: null, below the lowest, or above 0, as Atropos pads with 1.0."""
+    """Returns `(length,)` float32, NaN for entries that are no log-probability: null, below the
+    lowest, or above 0, as Atropos pads with 1.0."""
     values = _floats(entries)
-    return np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan).astype(np.float32)
+    is_logprob = (values <= 0.0) & (values >= LOWEST_LOGPROB)
+    return np.where(is_logprob, values, np.nan).astype(np.float32)
 
 
-def _teachers(group: Group, lengths: list[int]) -> list[tuple[np.ndarray, np.ndarray] | tuple[None, None]]:
-    sent = {name: getattr(group, name) for name in ("distill_token_ids", "distill_logprobs")}
-    absent = [name for name, value in sent.items() if not value]
-    if len(absent) == 1:
-        raise RejectedGroup(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
-    entries = [_sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()]
-    return [_teacher(i, *of_one) for i, of_one in enumerate(zip(*entries, lengths))]
+def _teachers(
+    group: Group, tokens: list[np.ndarray]
+) -> tuple[list[np.ndarray | None], list[np.ndarray | None]]:
+    """Returns the teacher's token ids and log-probabilities of each rollout."""
+    size = len(tokens)
+    if not group.distill_token_ids and not group.distill_logprobs:
+        return [None] * size, [None] * size
+    if not group.distill_token_ids:
+        raise RejectedGroup("distill_logprobs came without distill_token_ids")
+    if not group.distill_logprobs:
+        raise RejectedGroup("distill_token_ids came without distill_logprobs")
+    _sized("distill_token_ids", group.distill_token_ids, size)
+    _sized("distill_logprobs", group.distill_logprobs, size)
+    all_ids = []
+    all_logprobs = []
+    for i in range(size):
+        ids, logprobs = _teacher(
+            i, group.distill_token_ids[i], group.distill_logprobs[i], len(tokens[i])
+        )
+        all_ids.append(ids)
+        all_logprobs.append(logprobs)
+    return all_ids, all_logprobs
 
 
-def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+def _teacher(
+    i: int, ids: Any, logprobs: Any, length: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """
+    Returns what the teacher sent for rollout `i`, `(length, k)` each, padded with -1 and NaN.
+
+    For example, ids `[[], [8], [11, 12], [9]]` for four tokens become
+    `[[-1, -1], [8, -1], [11, 12], [9, -1]]`.
+    """
     if not ids and not logprobs:
         return None, None
-    ids = [entry or [] for entry in _sized(f"distill_token_ids[{i}]", ids or [], length, "tokens")]
-    logprobs = [entry or [] for entry in _sized(f"distill_logprobs[{i}]", logprobs or [], length, "tokens")]
-    for position, (some, others) in enumerate(zip(ids, logprobs)):
-        _sized(f"distill_logprobs[{i}][{position}]", others, len(some), "token ids")
+    ids = _lists(f"distill_token_ids[{i}]", ids, length)
+    logprobs = _lists(f"distill_logprobs[{i}]", logprobs, length)
+    for position in range(length):
+        name = f"distill_logprobs[{i}][{position}]"
+        _sized(name, logprobs[position], len(ids[position]), "token ids")
     counts = np.array([len(entry) for entry in ids], dtype=np.int64)
-    present = np.arange(counts.max(initial=0)) < counts[:, None]
+    k = counts.max(initial=0)
+    present = np.arange(k) < counts[:, None]  # (length, k)
     padded_ids = np.full(present.shape, -1, dtype=np.int32)
     padded_ids[present] = list(chain.from_iterable(ids))
     padded_logprobs = np.full(present.shape, np.nan, dtype=np.float32)
-    padded_logprobs[present] = _logprobs("", list(chain.from_iterable(logprobs)))
+    flat_logprobs = list(chain.from_iterable(logprobs))
+    padded_logprobs[present] = _logprobs("", flat_logprobs)
     padded_ids[np.isnan(padded_logprobs)] = -1
     return padded_ids, padded_logprobs
 
 
+def _lists(name: str, value: Any, length: int) -> list[list]:
+    """Returns one list per token, an empty one for null."""
+    entries = _sized(name, value or [], length, "tokens")
+    return [entry or [] for entry in entries]
+
+
+# ----------------------------------------------------------------------- messages for human readers
+
+
 def _messages(value: Any, size: int) -> list[str | None]:
-    """The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They
-    are for human readers only, so no shape of them is an error."""
+    """Returns the JSON text of each rollout's messages, at most 64 KiB: longer conversations lose
+    their last messages. They are for human readers only, so no shape of them is an error."""
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
-    return [_message_text(messages) if messages else None for messages in value]
+    return [_message_text(messages) for messages in value]
 
 
 def _message_text(messages: Any) -> str | None:
+    if not messages:
+        return None
     try:
         text = _dumps(messages)
     except RecursionError:  # nested too deeply to be read by anybody
@@ -337,13 +463,23 @@ def _message_text(messages: Any) -> str | None:
     total = len(text.encode())
     if total <= MAX_MESSAGE_BYTES:
         return text
-    entries = messages if isinstance(messages, list) else [messages]
-    ends = list(accumulate(len(_dumps(entry).encode()) + 2 for entry in entries))
-    kept = entries[: bisect_right(ends, MAX_MESSAGE_BYTES - 200)]  # 200 for the note
-    left_out = f"{len(entries) - len(kept)} more messages; {total} bytes in all"
-    return _dumps([*kept, {"role": "note", "content": left_out}])
+    entries = [messages]
+    if isinstance(messages, list):
+        entries = messages
+    kept = []
+    left = MAX_MESSAGE_BYTES - 200  # for the note
+    for entry in entries:
+        text = _dumps(entry)
+        left -= len(text.encode()) + len(", ")
+        if left < 0:
+            break
+        kept.append(entry)
+    left_out = len(entries) - len(kept)
+    note = {"role": "note", "content": f"{left_out} more messages; {total} bytes in all"}
+    return _dumps([*kept, note])
 
 
 def _dumps(value: Any) -> str:
-    """JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+    """Returns JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()

@@ -1,1 +1,1 @@
-"""What runs inside the inference server's processes. Imports nothing of the trainer's side."""
+"""Runs inside the inference server's processes. Imports nothing of the trainer's side."""

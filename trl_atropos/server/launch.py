@@ -1,8 +1,10 @@
-"""Starts the inference server: vLLM's own API server with our middleware, worker extension and defaults.
+"""Starts the inference server: vLLM's own API server with our middleware, worker extension and
+defaults.
 
     python -m trl_atropos.server.launch MODEL [--vllm_mode colocate] [any flag of `vllm serve`]
 
-`trl-atropos serve` is the same. Run in a process of its own, because vLLM reads `sys.argv` and owns the event loop.
+`trl-atropos serve` is the same. Run in a process of its own, because vLLM reads `sys.argv` and owns
+the event loop.
 """
 
 import argparse
@@ -14,10 +16,17 @@ import sys
 from pathlib import Path
 
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.protocol import ADAPTER_MODES, NUMERICS, TOKEN_VARIABLE, VLLM_MODES, environment_token, server_flags
+from trl_atropos.flags import server_flags
+from trl_atropos.protocol import (
+    ADAPTER_MODES,
+    NUMERICS,
+    TOKEN_VARIABLE,
+    VLLM_MODES,
+    environment_token,
+)
 
-# Used where the command line says nothing. Loopback only: the control routes change weights. The model's own
-# generation_config.json would change how environments sample.
+# Flags that hold if the command line does not set them. Loopback only: the control routes change
+# weights. The model's own generation_config.json would change how environments sample.
 DEFAULTS = {"--host": "127.0.0.1", "--port": "9001", "--generation-config": "vllm"}
 REQUIRED = {
     "--logprobs-mode": "processed_logprobs",
@@ -25,57 +34,78 @@ REQUIRED = {
 }
 CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
-# For modes that send adapters: places for the version in use and the next, and room for versions of long requests.
+# For modes that send adapters: places for the version in use and the next one, and room for the
+# versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
-# What `--numerics` requires.
+# Flags that each value of `--numerics` requires.
 NUMERICS_FLAGS = {
     "default": {},
     "float32_head": {"--hf-overrides": '{"head_dtype": "float32"}'},
     "float16": {"--dtype": "float16"},
-    # The kernels that the trainer computes with are not compiled; those of decoding are replayed as CUDA graphs.
-    "bitwise": {"--compilation-config": '{"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"}'},
+    # The kernels that the trainer computes with are not compiled; those of decoding are replayed as
+    # CUDA graphs.
+    "bitwise": {
+        "--compilation-config": (
+            '{"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"}'
+        )
+    },
 }
 NUMERICS_VARIABLE = "TRL_ATROPOS_NUMERICS"
-READY_VARIABLE = "TRL_ATROPOS_READY"  # holds the text that a server prints when it is ready, below vLLM's own log
+# holds the text that a server prints below vLLM's own log when it is ready
+READY_VARIABLE = "TRL_ATROPOS_READY"
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of our own flags; vLLM parses the others."""
     parser = argparse.ArgumentParser(
         prog="trl-atropos serve",
-        description="Start the vLLM server that environments sample from and a trainer keeps in step with.",
-        epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need the token in "
-        f"{TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, which the last line of the start names.",
+        description="Start the vLLM server that environments sample from and a trainer keeps in "
+        "step with.",
+        epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need "
+        f"the token in {TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, "
+        "which the last line of the start names.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
-    mode = "how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
-    mode += "'restart' puts a front before the server that holds requests while it is away"
+    mode = (
+        "how the trainer will publish its weights (default: colocate); the two LoRA modes add "
+        "--enable-lora, 'restart' puts a front before the server that holds requests while it is "
+        "away"
+    )
     parser.add_argument("--vllm_mode", choices=VLLM_MODES, default="colocate", help=mode)
-    numerics = "how closely it computes what the trainer computes, as the trainer's `numerics` (default: default)"
+    numerics = (
+        "how closely it computes what the trainer computes, as the trainer's `numerics` "
+        "(default: default)"
+    )
     parser.add_argument("--numerics", choices=NUMERICS, default="default", help=numerics)
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Becomes the server: parses our flags, sets the environment, and runs vLLM's own `main`."""
     parser = build_parser()
     options, given = parser.parse_known_args(argv)
     if importlib.util.find_spec("vllm") is None:
         sys.exit(
-            f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: `pip install "
-            '"trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment with it.'
+            f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: "
+            '`pip install "trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment '
+            "with it."
         )
     stated = DEFAULTS | server_flags(given)
+    host = stated["--host"]
+    port = stated["--port"]
     try:
-        ready = ready_text(stated["--host"], stated["--port"], options.vllm_mode, set_up_token(stated["--port"]))
+        ready = ready_text(host, port, options.vllm_mode, set_up_token(port))
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos serve: {error}")
-    os.environ.setdefault(READY_VARIABLE, ready)  # a front sets it to nothing: its child is not what users talk to
+    # a front sets it to nothing: its child is not what users talk to
+    os.environ.setdefault(READY_VARIABLE, ready)
     os.environ[NUMERICS_VARIABLE] = options.numerics
     if options.numerics == "bitwise":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if options.vllm_mode == "restart":
-        given += ["--numerics", options.numerics]
-        os.execv(sys.executable, [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given])
+        command = [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given]
+        os.execv(sys.executable, [*command, "--numerics", options.numerics])
     os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
     # Environments keep one name for the model, whatever is served.
     os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
@@ -85,13 +115,17 @@ def main(argv: list[str] | None = None) -> None:
 
     cpu = not torch.cuda.is_available()
     try:
-        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode, numerics=options.numerics)
+        arguments = vllm_arguments(
+            options.model, given, cpu=cpu, mode=options.vllm_mode, numerics=options.numerics
+        )
     except ValueError as error:
         parser.error(str(error))
     if cpu and "--data-parallel-size" not in stated:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process less, eight seconds less to start
+        # one process less, eight seconds less to start
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if cpu and "--enforce-eager" in arguments:
-        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
+        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine
+        # may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.argv = ["trl-atropos serve", *arguments]
     from trl_atropos.server.compat import run_server
@@ -102,64 +136,89 @@ def main(argv: list[str] | None = None) -> None:
 def vllm_arguments(
     model: str, given: list[str], *, cpu: bool, mode: str = "colocate", numerics: str = "default"
 ) -> list[str]:
-    """The command line of vLLM's server. Raises `ValueError` where `given` contradicts `REQUIRED`."""
-    required = REQUIRED | (CPU_REQUIRED if cpu else {}) | NUMERICS_FLAGS[numerics]
-    defaults = DEFAULTS | (CPU_DEFAULTS if cpu else {})
+    """Returns the command line of vLLM's server. Raises `ValueError` if `given` contradicts
+    `REQUIRED`."""
+    required = dict(REQUIRED)
+    defaults = dict(DEFAULTS)
+    if cpu:
+        required |= CPU_REQUIRED
+        defaults |= CPU_DEFAULTS
+    required |= NUMERICS_FLAGS[numerics]
     stated = server_flags(given)
     if numerics == "bitwise" and cpu:
-        raise ValueError("--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU.")
-    if "--api-key" in stated or os.environ.get("VLLM_API_KEY"):
-        key = (
-            "--api-key (or VLLM_API_KEY): neither `/generate` nor a trainer knows it, so that it would protect nothing"
+        raise ValueError(
+            "--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU."
         )
-        raise ValueError(f"{key}. Leave it out, unset the variable, and keep the address private.")
+    if "--api-key" in stated or os.environ.get("VLLM_API_KEY"):
+        raise ValueError(
+            "--api-key (or VLLM_API_KEY): neither `/generate` nor a trainer knows it, so that it "
+            "would protect nothing. Leave it out, unset the variable, and keep the address private."
+        )
     for flag, value in required.items():
         if stated.get(flag, value) != value:
-            raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
+            raise ValueError(
+                f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out."
+            )
     arguments = ["--model", model, "--middleware", "trl_atropos.server.control.Control", *given]
     if mode in ADAPTER_MODES or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
-        arguments += [] if "--enable-lora" in stated else ["--enable-lora"]
+        if "--enable-lora" not in stated:
+            arguments.append("--enable-lora")
     for flag, value in (defaults | required).items():
-        arguments += [] if flag in stated else [flag, value]
+        if flag not in stated:
+            arguments += [flag, value]
     if cpu and not {"--enforce-eager", "--no-enforce-eager"} & stated.keys():
-        arguments.append("--enforce-eager")  # compiling takes longer than it saves on small CPU models
+        # compiling takes longer than it saves on small CPU models
+        arguments.append("--enforce-eager")
     return arguments
 
 
 def set_up_token(port: str) -> Path | None:
-    """Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this
-    user can read, since a terminal scrolls and others may read a log. Returns the file."""
+    """Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a
+    file that only this user can read, since a terminal scrolls and others may read a log. Returns
+    the file."""
     if environment_token():
         return None
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trl_atropos", f"token-{port}")
-    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache, "trl_atropos", f"token-{port}")
+    token = secrets.token_urlsafe(24)
+    os.environ[TOKEN_VARIABLE] = token
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # the new one has this mode whatever the old one had
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(os.environ[TOKEN_VARIABLE])
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(token)
     except OSError as error:
         raise ServiceError(
-            f"the control token cannot be kept in {path} ({error.strerror}). Make one yourself, for server and "
-            f"trainer: `export {TOKEN_VARIABLE}=$(openssl rand -hex 24)`"
+            f"the control token cannot be kept in {path} ({error.strerror}). Make one yourself, "
+            f"for server and trainer: `export {TOKEN_VARIABLE}=$(openssl rand -hex 24)`"
         ) from error
     return path
 
 
 def url_of(host: str, port: str | int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    """Returns the URL of a server: an address with colons is IPv6, which goes into brackets."""
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
 
 
 def ready_text(host: str, port: str, mode: str, token_file: Path | None) -> str:
-    """The line that a server prints when it is ready. Without a file, the token is in `TRL_ATROPOS_TOKEN`."""
-    url = url_of(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
-    token, given = TOKEN_VARIABLE, ""
+    """Returns the line that a server prints when it is ready. Without a file, the token is in
+    `TRL_ATROPOS_TOKEN`."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    url = url_of(host, port)
+    token = TOKEN_VARIABLE
+    assignment = ""
     if token_file is not None:
-        token, given = token_file, f"{TOKEN_VARIABLE}=$(cat {token_file}) "
+        token = token_file
+        assignment = f"{TOKEN_VARIABLE}=$(cat {token_file}) "
     return (
-        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next: {given}trl-atropos train "
-        f"RECIPE --vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}\n"
+        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next: "
+        f"{assignment}trl-atropos train RECIPE --vllm_mode {mode} --start_vllm false "
+        f"--vllm_server_base_url {url}\n"
     )
 
 

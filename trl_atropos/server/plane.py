@@ -1,8 +1,9 @@
-"""What the control planes of the inference server share: the token, the lease, answers to requests that fail, and what
-the server remembers for the trainer: which policy versions sampled each completion, and which requests failed.
+"""The base of both control planes of the inference server: the token, the lease, the door at which
+requests for samples wait, and answers to requests that fail.
 
-`control.py` subclasses `ControlPlane` inside vLLM's server, `front/serve.py` in the process before that server. Runs
-without vLLM.
+`control.py` subclasses `ControlPlane` inside vLLM's server, `front/serve.py` in the process before
+that server. The classes at the end remember things for the trainer: which policy versions sampled
+each completion and each evaluation, and which requests failed. Runs without vLLM.
 """
 
 import asyncio
@@ -18,15 +19,18 @@ import time
 import uuid
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from trl_atropos.protocol import (
+    LEASE_BEGINNING,
     ROUTE_PREFIX,
     TOKEN_VARIABLE,
     EvaluationReply,
@@ -40,19 +44,22 @@ from trl_atropos.protocol import (
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-LEASE_WAIT = 1.0  # seconds that a new trainer waits for the connection of a former one, which may be closing just now
+# seconds that a new trainer waits for the lease: a former one's connection may just be closing
+LEASE_WAIT = 1.0
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
-# Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s.
+# Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone
+# after 10 + 4 * 5 = 30 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-EVALUATION: ContextVar[str | None] = ContextVar("evaluation", default=None)  # API key of the request being served
-HELD = (
-    "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine is gone "
-    "loses the lease after 30 s)"
+# API key of the request being served, if it is an evaluation's
+EVALUATION: ContextVar[str | None] = ContextVar("evaluation", default=None)
+LEASE_TAKEN = (
+    "another trainer holds this server: stop it, or start a server for this run (a trainer whose "
+    "machine is gone loses the lease after 30 s)"
 )
 
 
 class Refused(RuntimeError):
-    """A request that cannot be served. The client gets the message, with this HTTP status."""
+    """The request cannot be served. The client gets the message, with this HTTP status."""
 
     def __init__(self, message: str, status: int = 409) -> None:
         super().__init__(message)
@@ -67,11 +74,15 @@ class Body(dict):
 
 
 def error(status: int, message: str) -> JSONResponse:
+    """Returns a response that `protocol.reason_in` reads the message of."""
     return JSONResponse({"error": message}, status)
 
 
-async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()) -> Response:
-    """The response that `work` returns, or an error response for what it raises, but for the types in `fatal`."""
+async def answer(
+    work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()
+) -> Response:
+    """Returns the response of `work`, or an error response if it raises. Raises only the types in
+    `fatal`. The log names the request by `what`."""
     try:
         return await work
     except Refused as problem:
@@ -81,23 +92,27 @@ async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Excepti
         raise
     except ValueError as problem:  # includes pydantic's
         return error(400, str(problem))
-    except Exception as problem:  # the boundary of the process: the client gets the reason, the log the traceback
+    # the boundary of the process: the client gets the reason, the log the traceback
+    except Exception as problem:
         logger.exception("%s failed", what)
         cause = problem.__cause__ or problem  # the message of vLLM's own exception says nothing
         return error(500, f"{type(cause).__name__}: {cause}")
 
 
 async def while_connected(work: Coroutine, receive, *ends: asyncio.Future) -> asyncio.Task | None:
-    """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two cases it is
-    cancelled. Returns its task, None if the client went away. Read the body of the request before."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    """Runs `work` until it is done, its client goes away or one of `ends` is done. In the last two
+    cases it is cancelled. Returns its task, or `None` if the client went away. Read the body of the
+    request first: a disconnect is seen only behind it."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, gone, *ends}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
         task.cancel()  # does nothing if it is done
         await asyncio.wait({task})
-    return None if gone.done() and not gone.cancelled() else task
+    client_left = gone.done() and not gone.cancelled()
+    return None if client_left else task
 
 
 async def _disconnected(receive) -> None:
@@ -105,97 +120,134 @@ async def _disconnected(receive) -> None:
         pass
 
 
+class Change(NamedTuple):
+    """A control request that changes the server: its handler, and what it requires."""
+
+    handler: Callable[[Body], Awaitable[dict | None]]
+    lease: bool = False
+    pause: bool = False
+
+
 class ControlPlane:
     """
-    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease.
+    Serves the routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server,
+    by a lease.
 
-    A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends, before another
-    trainer may take it, and the handlers, which take the body of a request and return the answer: `questions`, by
-    method and path, answer at any time; `changes`, by path of POST requests, run one after the other.
+    A subclass has `server`, which runs this app, and `trainer_left`, which is called when a lease
+    ends, before another trainer may take it. It also has the handlers, which take the body of a
+    request and return the answer: `questions`, by method and path, answer at any time; `changes`,
+    by path of POST requests, run one after the other.
     """
 
     def __init__(self) -> None:
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
         self.open = asyncio.Event()  # set: requests for samples go through
-        self.holding = False  # whether those of others than the trainer wait
-        self.waiting: deque[asyncio.Future] = deque()  # they do, first come first
+        self.holding = False  # whether the requests of environments wait
+        self.waiting: deque[asyncio.Future] = deque()  # their turns, the first that came first
         self.broken: str | None = None  # why nothing can be served any more
-        self.ledger, self.evaluations = Ledger(), Evaluations()
+        self.ledger = Ledger()
+        self.evaluations = Evaluations()
         self.lease = asyncio.Lock()
         self.changing = asyncio.Lock()
 
     @property
     def paused(self) -> bool:
+        """True while requests for samples wait for the next policy version."""
         return not self.open.is_set()
 
     async def hold(self, body: dict) -> dict:
-        """Lets requests for samples wait that come from now on, or not, and lets in a share of those that do. Those in
-        flight go on, and so do the trainer's own and those of evaluations. Returns how many wait after that."""
+        """Holds new requests for samples (`held`) and admits a fraction (`let_in`) of those
+        waiting. Requests in flight go on, and so do the trainer's own and those of evaluations.
+        Returns how many wait afterwards."""
         self.hold_back(body["held"], body["let_in"])
         return {"waiting": len(self.waiting)}
 
     def hold_back(self, held: bool, let_in: float) -> None:
+        """Does what `hold` says. A fraction of 0.3 of two waiting requests admits one."""
         self.holding = held
-        # A client that has gone has cancelled its turn: it takes no place in the share.
+        # A client that has gone has cancelled its turn: it does not count.
         self.waiting = deque(turn for turn in self.waiting if not turn.done())
         for _ in range(math.ceil(let_in * len(self.waiting))):
             self.waiting.popleft().set_result(None)
 
     async def until_admitted(self, request: Request) -> None:
-        EVALUATION.set(evaluation_key(request.headers.get("authorization", "")))
-        if self.holding and EVALUATION.get() is None and not self.has_token(request):
-            self.waiting.append(asyncio.get_running_loop().create_future())
-            await self.waiting[-1]
+        """Waits while requests of environments are held. Sets `EVALUATION` for this request."""
+        evaluation = evaluation_key(request.headers.get("authorization", ""))
+        EVALUATION.set(evaluation)
+        if self.holding and evaluation is None and not self.has_token(request):
+            turn = asyncio.get_running_loop().create_future()
+            self.waiting.append(turn)
+            await turn
 
     async def until_open(self) -> None:
+        """Waits out a pause. Raises `Refused` if the server cannot serve any more."""
         while self.paused:  # it may be paused again between the event and this task's turn
             await self.open.wait()
         if self.broken is not None:
             raise Refused(self.broken, 503)
 
     def has_token(self, request: Request) -> bool:
+        """Returns whether the request has the control token."""
         given = request.headers.get("authorization", "")
         return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
 
-    async def control(self, request: Request, send, fatal: tuple[type[Exception], ...] = ()) -> None:
+    async def control(
+        self, request: Request, send, fatal: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Answers a request to a route under `/trl_atropos/`."""
         path = request.scope["path"].removeprefix(ROUTE_PREFIX)
         if not self.has_token(request):
             response = error(401, "the control token is missing or wrong")
         elif self.broken is not None:
             response = error(503, self.broken)
         elif path == "/lease" and request.method == "POST":
-            return await self._hold_lease(request, send)
+            await self._hold_lease(request, send)
+            return
         else:
             response = await answer(self._call(request, path), f"the control request {path}", fatal)
         await response(request.scope, request.receive, send)
 
     async def _call(self, request: Request, path: str) -> JSONResponse:
-        body = Body(json.loads(await request.body() or b"{}"))
-        if (question := self.questions.get((request.method, path))) is not None:
+        content = await request.body()
+        body = Body(json.loads(content or b"{}"))
+        question = self.questions.get((request.method, path))
+        if question is not None:
             reply = question(body)
-            return JSONResponse(await reply if inspect.isawaitable(reply) else reply)
-        if request.method != "POST" or path not in self.changes:
+            if inspect.isawaitable(reply):
+                reply = await reply
+            return JSONResponse(reply)
+        change = self.changes.get(path)
+        if change is None or request.method != "POST":
             raise Refused(f"no control route {request.method} {path}", 404)
-        handler, needs = self.changes[path]
         async with self.changing:
-            if "lease" in needs and not self.lease.locked():
-                raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
-            if "pause" in needs and not self.paused:
-                raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
-            return JSONResponse(await handler(body) or {})
+            if change.lease and not self.lease.locked():
+                raise Refused(
+                    f"{path} needs a lease, or nothing would notice if the trainer died: open it "
+                    "first"
+                )
+            if change.pause and not self.paused:
+                raise Refused(
+                    f"{path} needs a pause, or requests would sample from weights in the making"
+                )
+            reply = await change.handler(body)
+            return JSONResponse(reply or {})
 
     async def _hold_lease(self, request: Request, send) -> None:
-        """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
-        would wait for open responses, or soon if another trainer holds the lease."""
+        """Keeps the response open until the kernel has closed the connection (the trainer is gone)
+        or the server shuts down, which would wait for open responses. Answers 409 if another
+        trainer holds the lease."""
         try:
             await asyncio.wait_for(self.lease.acquire(), LEASE_WAIT)
         except TimeoutError:
-            return await error(409, HELD)(request.scope, request.receive, send)
+            response = error(409, LEASE_TAKEN)
+            await response(request.scope, request.receive, send)
+            return
         gone = asyncio.create_task(_disconnected(request.receive))
+        headers = [(b"content-type", b"text/plain")]
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": LEASE_BEGINNING, "more_body": True})
             _keep_alive(self.server, request.scope["client"])
             while not gone.done() and not self.server.should_exit:
                 await asyncio.wait({gone}, timeout=POLL)
@@ -210,17 +262,19 @@ class ControlPlane:
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
-    """Has the kernel close the connection of a client whose machine or network vanished without a word: otherwise no
-    other trainer could take the lease."""
+    """Makes the kernel close the connection of a client whose machine or network vanished without a
+    word: otherwise no other trainer could take the lease."""
     for connection in server.server_state.connections:
-        if connection.transport.get_extra_info("peername")[:2] == tuple(client):
-            with connection.transport.get_extra_info("socket").dup() as same:
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in KEEPALIVE.items():
-                    same.setsockopt(socket.IPPROTO_TCP, option, value)
+        transport = connection.transport
+        if transport.get_extra_info("peername")[:2] != tuple(client):
+            continue
+        with transport.get_extra_info("socket").dup() as duplicate:
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                duplicate.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-# --------------------------------------------------------------------------- what the server remembers for the trainer
+# ----------------------------------------------------------- what the server remembers for trainers
 
 MAX_REASONS = 20  # the latest reasons of errors are kept
 MAX_MESSAGE = 400  # characters
@@ -228,11 +282,13 @@ MAX_MESSAGE = 400  # characters
 
 class Ledger:
     """
-    What sampled the last `capacity` completions, by `protocol.completion_key`.
+    Remembers the versions and settings of the last `capacity` completions, by
+    `protocol.completion_key`.
 
-    Equal keys are rare (greedy repeats on the same weights, or tokens of probability one). A key that is noted again
-    keeps the oldest of its versions: the answer may be too old, but never too new. It is forgotten by when it came
-    first, so that an old version does not stick to it for ever.
+    Equal keys are rare (greedy repeats on the same weights, or tokens of probability one). A key
+    that is noted again keeps the oldest of its versions: the answer may be too old, but never too
+    new. The key that was noted first is forgotten first, so that an old version does not stick to a
+    key for ever.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:  # about 50 MB
@@ -240,76 +296,97 @@ class Ledger:
         self._notes: dict[bytes, Note] = {}  # in the order in which they were first noted
 
     def note(self, key: bytes, note: Note) -> None:
+        """Adds a completion. Forgets another one if there are too many."""
         known = self._notes.get(key)
         if known is not None:
             note = note.merged(known)
         elif len(self._notes) >= self.capacity:
-            del self._notes[next(iter(self._notes))]
+            oldest_key = next(iter(self._notes))
+            del self._notes[oldest_key]
         self._notes[key] = note
 
     def find(self, keys: Iterable[str]) -> list[Note | None]:
-        """What is known of each key, which is given in hexadecimal."""
+        """Returns the note of each key, which is given in hexadecimal."""
         return [self._notes.get(bytes.fromhex(key)) for key in keys]
 
     def keys(self) -> list[str]:
-        """All keys in hexadecimal, in the order in which they were first noted."""
+        """Returns all keys in hexadecimal, in the order in which they were first noted."""
         return [key.hex() for key in self._notes]
 
 
 class Evaluations:
-    """Which policy versions have sampled for each evaluation, by the API key of its requests."""
+    """Remembers which policy versions sampled for the last `capacity` evaluations, by the API key
+    of their requests."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
         self._known: dict[str, Span] = {}  # the oldest and the newest
 
     def note(self, key: str, span: Span) -> None:
-        """The versions at the first and last token of a completion."""
+        """Adds the versions at the first and last token of a completion."""
         oldest, newest = self._known.get(key, span)
-        self._known[key] = min(oldest, *span), max(newest, *span)
+        self._known[key] = (min(oldest, *span), max(newest, *span))
         if len(self._known) > self.capacity:
-            del self._known[next(iter(self._known))]
+            first_key = next(iter(self._known))
+            del self._known[first_key]
 
     def answer(self, body: dict) -> dict:
-        """`POST /trl_atropos/evaluation`."""
+        """Answers `POST /trl_atropos/evaluation`."""
         oldest, newest = self._known.get(body["key"], (None, None))
-        return EvaluationReply(oldest=oldest, newest=newest).model_dump()
+        reply = EvaluationReply(oldest=oldest, newest=newest)
+        return reply.model_dump()
 
 
 class History:
-    """Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a
-    new trainer begins at any version."""
+    """Remembers which version was sampled from at which time. Time is counted in publishes, because
+    a version may come again: a new trainer begins at any version."""
 
     def __init__(self) -> None:
         self.publishes = 0  # so far
-        # By adapter id, None for the model itself: (publish, version from then on).
-        self._held: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
+        # By adapter id, `None` for the model itself: (publish, version from then on).
+        self._published: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
 
     def publish(self, version: int, adapter_id: int | None) -> None:
-        """From now on, the adapter with this id holds `version`; if it is None, the model itself does."""
+        """Notes that from now on, the adapter with this id holds `version`, or the model itself if
+        there is none."""
         self.publishes += 1
-        self._held.setdefault(adapter_id, []).append((self.publishes, version))
+        self._published.setdefault(adapter_id, []).append((self.publishes, version))
 
     def version(self, publishes: int, adapter_id: int | None) -> int | None:
-        """The version that the model or an adapter held after that many publishes; None for an adapter that was never
-        published. Before its first publish, an adapter counts as what it held first: a request may have looked it up
-        just before."""
-        if (held := self._held.get(adapter_id)) is None:
+        """Returns the version that the model or an adapter held after that many publishes, or
+        `None` for an adapter that was never published. Before its first publish, an adapter counts
+        as what it held first: a request may have looked it up just before."""
+        published = self._published.get(adapter_id)
+        if published is None:
             return None
-        return held[max(0, bisect_right(held, publishes, key=itemgetter(0)) - 1)][1]
+        # With publishes 2 and 5 of an adapter, the first one is in force after 4 publishes.
+        index = bisect_right(published, publishes, key=itemgetter(0)) - 1
+        _, version = published[max(0, index)]
+        return version
+
+
+@dataclass
+class _Reason:
+    """Requests that failed for one reason, with the time and message of the last one."""
+
+    count: int = 0
+    time: float = 0.0
+    message: str = ""
 
 
 class Refusals:
-    """Counts the requests of environments that were answered with an error, by reason. The client of an environment
-    discards the reason, so without this neither its log nor the trainer would ever show it."""
+    """Counts the requests of environments that were answered with an error, by reason. The client
+    of an environment discards the reason, so without this neither its log nor the trainer would
+    ever show it."""
 
     def __init__(self) -> None:
         self._total = 0
-        # By the message without its numbers, the latest last: count, time of the last one, its message.
-        self._reasons: dict[str, tuple[int, float, str]] = {}
+        # By the message without its numbers, the latest last.
+        self._reasons: dict[str, _Reason] = {}
 
     def watched(self, send):
-        """The same `send`, which notes an answer that is an error, except 503: the server is shutting down."""
+        """Returns a `send` that also notes an answer that is an error, except 503: the server is
+        shutting down."""
         status = 200
 
         async def watching(message) -> None:
@@ -317,7 +394,8 @@ class Refusals:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status >= 400 and status != 503 and message.get("body"):
-                self._note(f"HTTP {status}: {reason_in(message['body'].decode(errors='replace'))}")
+                text = message["body"].decode(errors="replace")
+                self._note(f"HTTP {status}: {reason_in(text)}")
                 status = 200  # an answer counts once
             await send(message)
 
@@ -325,14 +403,22 @@ class Refusals:
 
     def _note(self, message: str) -> None:
         kind = re.sub(r"\d+", "N", message)
-        count, *_ = self._reasons.pop(kind, (0,))
-        self._reasons[kind] = count + 1, time.monotonic(), message[:MAX_MESSAGE]
+        reason = self._reasons.pop(kind, _Reason())
+        reason.count += 1
+        reason.time = time.monotonic()
+        reason.message = message[:MAX_MESSAGE]
+        self._reasons[kind] = reason
         self._total += 1
         if len(self._reasons) > MAX_REASONS:
-            del self._reasons[next(iter(self._reasons))]
+            oldest_kind = next(iter(self._reasons))
+            del self._reasons[oldest_kind]
 
     def answer(self) -> dict:
-        """`GET /trl_atropos/refusals`."""
-        now, reasons = time.monotonic(), reversed(self._reasons.values())
-        latest = [Refusal(count=count, seconds_ago=now - last, message=text) for count, last, text in reasons]
+        """Answers `GET /trl_atropos/refusals`."""
+        now = time.monotonic()
+        latest = []
+        for reason in reversed(self._reasons.values()):
+            seconds_ago = now - reason.time
+            refusal = Refusal(count=reason.count, seconds_ago=seconds_ago, message=reason.message)
+            latest.append(refusal)
         return RefusalsReply(total=self._total, latest=latest).model_dump()

@@ -1,14 +1,16 @@
-"""What environments ask of the inference server: `POST /generate`, and vLLM's own routes that sample.
+"""Serves the sampling requests of environments: `POST /generate` and vLLM's own sampling routes.
 
-`Sampling` replaces the `generate` method of vLLM's engine client, which all of these routes call. So it sees every
-request: one that arrives in a pause waits and begins with the next policy version, each samples from the policy
-whatever model it names, and the ledger notes which versions sampled each completion.
+`control.py` makes one `Sampling`, which replaces the `generate` method of vLLM's engine client. All
+of these routes call that method, so `Sampling` sees every request. A request that arrives in a
+pause waits and begins with the next policy version. Each samples from the policy, whatever model it
+names. The ledger of `plane.py` notes which versions sampled each completion.
 
-`/generate` is the route that an Atropos environment with `server_type: vllm` samples from. Request: `{"prompt":
-{"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`. Response: `{"text":
-[n], "prompt": str, "finish_reasons": [n], "logprobs": [n][tokens][1] {"<token id>": float}, "prompt_token_ids": [...],
-"token_ids": [n][tokens]}`, as atroposlib 0.4.0 reads it in `envs/server_handling/vllm_server.py`, and with
-`prompt_logprobs: k` also `"prompt_logprobs": [null, {"<token id>": float, ...}, ...]`.
+An Atropos environment with `server_type: vllm` samples from `/generate`. Request:
+`{"prompt": {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's
+`SamplingParams`. Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs":
+[n][tokens][1] {"<token id>": float}, "prompt_token_ids": [...], "token_ids": [n][tokens]}`, as
+atroposlib 0.4.0 reads it in `envs/server_handling/vllm_server.py`, and with `prompt_logprobs: k`
+also `"prompt_logprobs": [null, {"<token id>": float, ...}, ...]`.
 """
 
 import dataclasses
@@ -27,94 +29,109 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from trl_atropos.protocol import RESHAPING_FIELDS, Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
-from trl_atropos.server.plane import EVALUATION, ControlPlane, History, Refused, answer, while_connected
+from trl_atropos.server.plane import (
+    EVALUATION,
+    ControlPlane,
+    History,
+    Refused,
+    answer,
+    while_connected,
+)
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
+# vLLM's own routes send this for minus infinity, which JSON cannot hold.
+LOWEST_LOGPROB = -9999.0
 
 IGNORED_FIELDS = ("model", "stream", "user")  # of the OpenAI protocol: environments send them along
-# Fields that vLLM sets itself (it marks others by an underscore), and one that replays tokens no policy has sampled.
-REFUSED_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone", "trace_decode_token_ids"}
-FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - REFUSED_FIELDS
-STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
+# vLLM sets these fields itself (it marks others by an underscore). The last one replays tokens that
+# no policy has sampled.
+REFUSED_FIELDS = {
+    "output_kind",
+    "output_text_buffer_length",
+    "skip_clone",
+    "trace_decode_token_ids",
+}
+FIELDS = {
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_")
+} - REFUSED_FIELDS
+STRUCTURED_FIELDS = {
+    field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init
+}
 
-# The engine's reason to end a completion, and one of the two that the environments' client knows.
+NUMBERS_OF = attrgetter(*SamplingSettings().numbers())
+RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)  # the installed vLLM's
+
+# The engine's reason to end a completion -> one of the two that the environments' client knows.
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 compat.leave_logprobs_without_text()
 
 
 class Sampling:
-    """The requests of one engine. They wait while `plane` is paused."""
+    """Makes all requests of one engine sample from the policy. They wait while `plane` is
+    paused."""
 
     def __init__(self, engine, plane: ControlPlane) -> None:
         self.plane = plane
-        self.policy_version = 0  # that new requests sample from
-        self.adapter: LoRARequest | None = None  # that they sample from; None: from the model itself
-        self.in_flight: Counter[int] = Counter()  # unfinished requests by adapter, which must not be overwritten
+        self.policy_version = 0  # new requests sample from it
+        self.adapter: LoRARequest | None = None  # and with it; None: from the model itself
+        # unfinished requests by adapter id: an adapter in use must not be overwritten
+        self.in_flight: Counter[int | None] = Counter()
         self.history = History()
-        self._versions_in_flight: Counter[int] = Counter()  # unfinished requests by the version they began with
-        self._logits_processors = compat.logits_processors(engine.vllm_config)
+        # unfinished requests by the version they began with
+        self._versions_in_flight: Counter[int] = Counter()
+        self.logits_processors = compat.logits_processors(engine.vllm_config)
         self._drops_seeds = compat.dies_of_seeds()
-        self._dropped_seed = False  # and said so
-        self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
+        self._warned_of_seeds = False
+        self._engine_generate = engine.generate
+        engine.generate = self._generate_below_routes
 
     @property
     def oldest_version_in_flight(self) -> int:
-        return min(+self._versions_in_flight, default=self.policy_version)  # `+` leaves out those with a count of 0
+        """Oldest version that an unfinished request began with."""
+        # `+` leaves out those with a count of 0
+        return min(+self._versions_in_flight, default=self.policy_version)
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
-        """Sets what requests sample from once the plane is open."""
-        self.policy_version, self.adapter = policy_version, adapter
-        self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
+        """Sets the version and adapter that requests sample from once the plane is open."""
+        self.policy_version = policy_version
+        self.adapter = adapter
+        self.history.publish(policy_version, _id_of(adapter))
 
     async def generate(self, request: Request, send) -> None:
-        """`POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole server."""
-        work = answer(self._completions(await request.body()), "a /generate request", (compat.EngineDeadError,))
-        task = await while_connected(work, request.receive)  # its end aborts the request in the engine
+        """Answers `POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole
+        server."""
+        body = await request.body()
+        work = answer(self._completions(body), "a /generate request", (compat.EngineDeadError,))
+        # If the client goes away, this cancels the work, which aborts the request in the engine.
+        task = await while_connected(work, request.receive)
         if task is not None:
-            await task.result()(request.scope, request.receive, send)
+            response = task.result()
+            await response(request.scope, request.receive, send)
 
     async def _completions(self, body: bytes) -> Response:
         prompt, params = parse(body)
-        result, spans = None, []
+        request_id = f"trl-atropos-{uuid.uuid4().hex}"
+        result = None
+        spans = []
         try:
-            async for output in self._stream(prompt, params, f"trl-atropos-{uuid.uuid4().hex}"):
-                result, spans = output
+            async for output, output_spans in self._stream(prompt, params, request_id):
+                result = output
+                spans = output_spans
         except compat.CLIENT_ERRORS as problem:
             raise Refused(str(problem), 400) from problem
-        completions = sorted(result.outputs, key=lambda completion: completion.index)
-        for completion in completions:
-            if completion.finish_reason not in FINISHED:
-                raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
-        reply = {
-            "text": [completion.text for completion in completions],
-            "prompt": result.prompt or "",
-            "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
-            "prompt_token_ids": list(result.prompt_token_ids),
-            "token_ids": [list(completion.token_ids) for completion in completions],
-            "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, which were not computed anew
-        }
-        if params.logprobs is not None:
-            reply["logprobs"] = [
-                [[{str(token): value}] for token, value in zip(done.token_ids, _sampled_logprobs(done), strict=True)]
-                for done in completions
-            ]
-        if params.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = [
-                {str(token): _finite(value.logprob) for token, value in entry.items()} if entry else None
-                for entry in result.prompt_logprobs
-            ]
-        versions = f"{min(first for first, _ in spans)}-{max(last for _, last in spans)}"
-        return JSONResponse(reply, headers={"x-policy-version": versions})
+        reply = _reply(result, params)
+        oldest = min(first for first, _ in spans)
+        newest = max(last for _, last in spans)
+        return JSONResponse(reply, headers={"x-policy-version": f"{oldest}-{newest}"})
 
     async def _generate_below_routes(self, *args, **kwargs) -> AsyncIterator[RequestOutput]:
         """Takes the place of the engine client's `generate`."""
@@ -123,94 +140,181 @@ class Sampling:
                 yield output
 
     async def _stream(
-        self, prompt, sampling_params: SamplingParams, request_id: str, *, lora_request=None, **options
+        self,
+        prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request=None,
+        **options,
     ) -> AsyncIterator[tuple[RequestOutput, list[Span]]]:
-        """The engine's outputs, each with the policy versions of the completions that end with it. `lora_request`,
-        what a model name stands for, is not used: some of vLLM's routes take any name for the base model."""
+        """Yields the engine's outputs, each with the policy versions of the completions that end
+        with it. `lora_request`, which stands for a model's name, is not used: some of vLLM's routes
+        take any name for the base model."""
         if self._drops_seeds and sampling_params.seed is not None:
             sampling_params = self._without_seed(sampling_params)
         await self.plane.until_open()
-        version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
-        adapter_id = None if adapter is None else adapter.lora_int_id
-        noted = sampling_params.logprobs is not None
-        settings = self._settings_of(sampling_params)
-        in_parts = sampling_params.output_kind is RequestOutputKind.DELTA
-        sampled = defaultdict(lambda: ([], []))  # tokens and log-probabilities so far, by completion
+        version = self.policy_version
+        adapter = self.adapter
+        adapter_id = _id_of(adapter)
+        recorder = _Recorder(self, sampling_params, adapter_id)
         self._versions_in_flight[version] += 1
         self.in_flight[adapter_id] += 1
         try:
-            outputs = self._engine_generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
-            async with aclosing(outputs):  # else an abandoned request would run on until it is collected
+            outputs = self._engine_generate(
+                prompt, sampling_params, request_id, lora_request=adapter, **options
+            )
+            # without `aclosing`, an abandoned request would run on until it is collected
+            async with aclosing(outputs):
                 async for output in outputs:
-                    spans = []
-                    for completion in output.outputs:
-                        whole = completion.finish_reason not in (None, "abort", "error")
-                        if noted and (whole or in_parts):
-                            tokens, logprobs = sampled[completion.index]
-                            tokens += completion.token_ids
-                            logprobs += _sampled_logprobs(completion)
-                        span = self._span(completion, admitted, adapter_id) if whole else None
-                        if span is not None:
-                            spans.append(span)
-                            if (evaluation := EVALUATION.get()) is not None:
-                                self.plane.evaluations.note(evaluation, span)
-                            if noted:
-                                key = completion_key(output.prompt_token_ids, *sampled.pop(completion.index))
-                                self.plane.ledger.note(key, Note(span, settings))
-                    yield output, spans
+                    yield output, recorder.record(output)
         finally:
             self._versions_in_flight[version] -= 1
             self.in_flight[adapter_id] -= 1
 
     def _without_seed(self, params: SamplingParams) -> SamplingParams:
-        """Returns the parameters without their seed, and warns of the first."""
-        if not self._dropped_seed:
-            self._dropped_seed = True
+        """Returns the parameters without their seed. Warns once."""
+        if not self._warned_of_seeds:
+            self._warned_of_seeds = True
             logger.warning(
-                "A request has `seed: %d`. This server leaves out the seeds of all requests, because vLLM's engine "
-                "for the CPU ends when the prompt of a seeded request is computed in parts. Take `seed` out of the "
-                "environment's requests: equal seeds would also make equal rollouts.",
+                "A request has `seed: %d`. This server leaves out the seeds of all requests, "
+                "because vLLM's engine for the CPU ends when the prompt of a seeded request is "
+                "computed in parts. Take `seed` out of the environment's requests: equal seeds "
+                "would also make equal rollouts.",
                 params.seed,
             )
         params = params.clone()
         params.seed = None
         return params
 
-    def _settings_of(self, params: SamplingParams) -> SamplingSettings:
-        fields = (name for name in RESHAPING if _reshapes(name, getattr(params, name)))
-        return _settings(*NUMBERS_OF(params), (*fields, *self._logits_processors))
 
-    def _span(self, completion: CompletionOutput, admitted: int, adapter_id: int | None) -> Span | None:
+def _id_of(adapter: LoRARequest | None) -> int | None:
+    return None if adapter is None else adapter.lora_int_id
+
+
+class _Recorder:
+    """Notes the versions and settings of one request's completions in the plane's ledger, if their
+    log-probabilities are asked for, and the versions of an evaluation's completions."""
+
+    def __init__(self, sampling: Sampling, params: SamplingParams, adapter_id: int | None) -> None:
+        self.plane = sampling.plane
+        self.history = sampling.history
+        self.adapter_id = adapter_id
+        self.publishes_at_start = self.history.publishes
+        self.has_logprobs = params.logprobs is not None
+        # DELTA brings parts to add up. CUMULATIVE and FINAL_ONLY bring all with the last output.
+        self.in_parts = params.output_kind is RequestOutputKind.DELTA
+        self.settings = _settings_of(params, sampling.logits_processors)
+        # by completion: its tokens and log-probabilities so far
+        self.sampled = defaultdict(lambda: ([], []))
+
+    def record(self, output: RequestOutput) -> list[Span]:
+        """Notes the completions that end with this output, and returns their versions."""
+        spans = []
+        for completion in output.outputs:
+            is_whole = completion.finish_reason not in (None, "abort", "error")
+            if self.has_logprobs and (is_whole or self.in_parts):
+                tokens, logprobs = self.sampled[completion.index]
+                tokens += completion.token_ids
+                logprobs += _sampled_logprobs(completion)
+            if not is_whole:
+                continue
+            span = self._span(completion)
+            if span is None:
+                continue
+            spans.append(span)
+            evaluation = EVALUATION.get()
+            if evaluation is not None:
+                self.plane.evaluations.note(evaluation, span)
+            if self.has_logprobs:
+                tokens, logprobs = self.sampled.pop(completion.index)
+                key = completion_key(output.prompt_token_ids, tokens, logprobs)
+                self.plane.ledger.note(key, Note(span, self.settings))
+        return spans
+
+    def _span(self, completion: CompletionOutput) -> Span | None:
         """
-        The versions at the completion's first and last token; None for an adapter that no trainer has published.
+        Returns the versions at the completion's first and last token, or `None` for an adapter that
+        no trainer has published.
 
-        The engine marks each token with the number of publishes so far. With a vLLM without such marks, a completion
-        begins with the publish at which its request was admitted, which is never too new.
+        The engine marks each token with the number of publishes so far. With a vLLM without such
+        marks, a completion begins with the publish at which its request was admitted, which is
+        never too new.
         """
-        marks = compat.marks_of(completion) or (admitted, self.history.publishes)
-        first, last = (self.history.version(publishes, adapter_id) for publishes in marks)
-        return None if first is None or last is None else (first, last)
+        marks = compat.marks_of(completion)
+        if marks is None:
+            marks = (self.publishes_at_start, self.history.publishes)
+        first = self.history.version(marks[0], self.adapter_id)
+        last = self.history.version(marks[1], self.adapter_id)
+        if first is None or last is None:
+            return None
+        return first, last
 
 
-NUMBERS_OF = attrgetter(*SamplingSettings().numbers())
-# Those that the installed vLLM has.
-RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)
+def _settings_of(params: SamplingParams, logits_processors: tuple[str, ...]) -> SamplingSettings:
+    numbers = NUMBERS_OF(params)
+    reshaped_by = []
+    for name in RESHAPING:
+        value = getattr(params, name)
+        if _reshapes(name, value):
+            reshaped_by.append(name)
+    return _settings(*numbers, (*reshaped_by, *logits_processors))
 
 
 def _reshapes(name: str, value: Any) -> bool:
-    """Returns whether a field of a request changes the distribution: a budget of 0 thinking tokens does, too."""
-    return value is not None if name == "thinking_token_budget" else bool(value)
+    """Returns whether a field of a request changes the distribution: a budget of 0 thinking tokens
+    does, too."""
+    if name == "thinking_token_budget":
+        return value is not None
+    return bool(value)
 
 
-@lru_cache(maxsize=1024)  # one object for all completions that are sampled alike: the ledger keeps many of them
+# one object for all completions that are sampled alike: the ledger keeps many of them
+@lru_cache(maxsize=1024)
 def _settings(*values) -> SamplingSettings:
     settings = SamplingSettings(*values)
     return settings._replace(top_k=max(0, settings.top_k))  # -1 means 0, all tokens
 
 
+# ------------------------------------------------------------------------- the answer of /generate
+
+
+def _reply(result: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+    """Returns the answer's JSON. Raises `Refused` if the engine ended a completion early."""
+    completions = sorted(result.outputs, key=attrgetter("index"))
+    for completion in completions:
+        if completion.finish_reason not in FINISHED:
+            raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
+    reply = {
+        "text": [completion.text for completion in completions],
+        "prompt": result.prompt or "",
+        "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "token_ids": [list(completion.token_ids) for completion in completions],
+        "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, not computed anew
+    }
+    if params.logprobs is not None:
+        reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
+    if params.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = [_prompt_entry(entry) for entry in result.prompt_logprobs]
+    return reply
+
+
+def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
+    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
+    return [[{str(token): logprob}] for token, logprob in pairs]
+
+
+def _prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, float] | None:
+    if not entry:  # the first token has none
+        return None
+    return {str(token): _finite(value.logprob) for token, value in entry.items()}
+
+
 def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """The log-probability of each sampled token, in nats."""
-    if isinstance(completion.logprobs, FlatLogprobs):  # the sampled token is the first of each position
+    """Returns the log-probability of each sampled token, in nats."""
+    # the sampled token is the first of each position
+    if isinstance(completion.logprobs, FlatLogprobs):
         values = completion.logprobs.logprobs
         return [_finite(values[start]) for start in completion.logprobs.start_indices]
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -220,33 +324,35 @@ def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
 def _finite(logprob: float) -> float:
     if math.isnan(logprob):
         raise Refused(
-            "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
-            "overflows (`--dtype float32`), or the rollout is too long for the model (a lower `--max-model-len`)",
+            "the model computed NaN as a log-probability: its weights are not finite (a diverged "
+            "run), its dtype overflows (`--dtype float32`), or the rollout is too long for the "
+            "model (a lower `--max-model-len`)",
             500,
         )
     return max(float(logprob), LOWEST_LOGPROB)
 
 
+# ------------------------------------------------------------------------ the request of /generate
+
+
 class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt of token ids, as vLLM takes it."""
+
     prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
 
 
 def parse(body: bytes) -> tuple[dict, SamplingParams]:
-    """Returns vLLM's prompt and sampling parameters. Every type is checked, as strictly as in the engine process: a
-    value that cannot be decoded there ends the thread that listens to requests."""
+    """Returns vLLM's prompt and sampling parameters. Every type is checked, as strictly as in the
+    engine process: a value that cannot be decoded there ends the thread that listens to
+    requests."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
         raise Refused(f"the body must be a JSON object: {problem}", 400) from problem
     for name in IGNORED_FIELDS:
         fields.pop(name, None)
-    prompt = fields.pop("prompt", None)
-    if not isinstance(prompt, dict | str):
-        raise Refused("`prompt` must be a string or {'prompt_token_ids': [...]}", 400)
-    prompt = {"prompt": prompt} if isinstance(prompt, str) else msgspec.structs.asdict(_convert(prompt, TokenPrompt))
-    unknown = set(fields) - FIELDS
-    if isinstance(fields.get("structured_outputs"), dict):
-        unknown |= {f"structured_outputs.{name}" for name in set(fields["structured_outputs"]) - STRUCTURED_FIELDS}
+    prompt = _parsed_prompt(fields.pop("prompt", None))
+    unknown = _unknown_fields(fields)
     if unknown:
         raise Refused(f"unknown sampling parameters: {', '.join(sorted(unknown))}", 400)
     params = _convert(fields, SamplingParams)
@@ -255,16 +361,37 @@ def parse(body: bytes) -> tuple[dict, SamplingParams]:
             msgspec.msgpack.encode(value)  # as it goes to the engine
         except (OverflowError, RecursionError) as problem:
             raise Refused(f"`{name}` is {value!r:.100}: {problem}", 400) from problem
-    params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.flat_logprobs = True
     return prompt, params
+
+
+def _parsed_prompt(prompt: Any) -> dict:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, dict):
+        return msgspec.structs.asdict(_convert(prompt, TokenPrompt))
+    raise Refused("`prompt` must be a string or {'prompt_token_ids': [...]}", 400)
+
+
+def _unknown_fields(fields: dict[str, Any]) -> set[str]:
+    unknown = fields.keys() - FIELDS
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, dict):
+        for name in structured.keys() - STRUCTURED_FIELDS:
+            unknown.add(f"structured_outputs.{name}")
+    return unknown
 
 
 def _convert(fields: dict[str, Any], kind: Any) -> Any:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as problem:
-        name = re.search(r"\$\.(\w+)", str(problem))  # as in "Expected `int`, got `float` - at `$.max_tokens`"
-        value = "" if name is None else f": `{name[1]}` is {fields[name[1]]!r:.100}"
-        raise Refused(f"{problem}{value}".replace("$.", ""), 400) from problem
+        # as in "Expected `int`, got `float` - at `$.max_tokens`"
+        message = str(problem)
+        name = re.search(r"\$\.(\w+)", message)
+        if name is not None:
+            message += f": `{name[1]}` is {fields[name[1]]!r:.100}"
+        raise Refused(message.replace("$.", ""), 400) from problem
     except (RecursionError, *compat.CLIENT_ERRORS) as problem:
         raise Refused(str(problem), 400) from problem

@@ -1,8 +1,10 @@
-"""Reads an environment's script without running it: the names of its settings, and what its requests ask for.
+"""Reads an environment's script without running it: the names of its settings, and what its
+requests ask for.
 
-`recipe.py` compares the names under `config:` with those of the script, because Atropos silently drops a misspelt one.
-`check` looks at the requests. If the script alone does not tell the names, nothing is said here: the environment's own
-process compares them once it has imported everything (`environment_site/run.py`).
+`recipe.py` compares the names under `config:` with those of the script (`setting_names`), because
+Atropos silently drops a misspelt one. `check` looks at the requests (`reshaping_requests`). If the
+script alone does not tell the names, nothing is said here: the environment's own process compares
+them once it has imported everything (`environment_site/run.py`).
 """
 
 import ast
@@ -15,51 +17,86 @@ from typing import NamedTuple
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 
 BASE_MODULE = "atroposlib.envs.base"
-BASE_CONFIG, BASE_ENVIRONMENT = "BaseEnvConfig", "BaseEnv"
+BASE_CONFIG = "BaseEnvConfig"
+BASE_ENVIRONMENT = "BaseEnv"
 # Other names by which the OpenAI routes of vLLM take what becomes `structured_outputs`.
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-class Request(NamedTuple):
-    """A setting that the script gives to a request as a literal."""
-
-    line: int
-    text: str  # as the script has it, `top_p=0.9`
-
-
 def parse_script(path: Path) -> ast.Module | None:
-    """Returns the syntax tree of a script, or None if there is none: no file, or no Python of this version."""
+    """Returns the syntax tree of a script. Returns None if there is no file, or if it is no Python
+    of this version."""
     try:
         return ast.parse(path.read_text("utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
+# ----------------------------------------------------------------------------------------- settings
 
 
 def setting_names(path: Path) -> set[str] | None:
-    """Returns the names of all settings that the environments of a script have, or None if a class that they come
-    from is not in the script."""
+    """Returns the names of all settings that the environments of a script have. Returns None if a
+    class that they come from is not in the script."""
     tree = parse_script(path)
     if tree is None:
         return None
-    imported = _imported_from_atropos(tree)
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    environments = [node for node in classes.values() if _descends(node, BASE_ENVIRONMENT, classes, imported)]
+    script = _Classes(tree)
+    environments = [node for node in script.classes.values() if script.is_environment(node)]
     if not environments:
         return None
     names = _base_names()
-    for config in set().union(*map(_config_classes, environments)):
-        if imported.get(config) == BASE_CONFIG:
-            continue
-        while imported.get(config) != BASE_CONFIG:
-            node = classes.get(config)
-            if node is None or len(node.bases) != 1 or _is_open(node):
+    for environment in environments:
+        for config in _config_classes(environment):
+            further = script.settings_of(config)
+            if further is None:
                 return None
-            names = names | _fields(node)
-            config = _name(node.bases[0])
+            names = names | further
     return names
+
+
+class _Classes:
+    """Classes of a script by name, and the names that it imports from Atropos' base module."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.classes: dict[str, ast.ClassDef] = {}
+        self._imported: dict[str, str] = {}  # {"Base": "BaseEnv"} for `import BaseEnv as Base`
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+            elif isinstance(node, ast.ImportFrom) and node.module == BASE_MODULE:
+                for alias in node.names:
+                    self._imported[alias.asname or alias.name] = alias.name
+
+    def is_environment(self, node: ast.ClassDef) -> bool:
+        """Returns whether a class descends from Atropos' `BaseEnv`, through classes of the script
+        alone."""
+        visited = set()
+        pending = [node]
+        while pending:
+            for base in map(_name, pending.pop().bases):
+                if self._imported.get(base) == BASE_ENVIRONMENT:
+                    return True
+                if base in self.classes and base not in visited:
+                    visited.add(base)
+                    pending.append(self.classes[base])
+        return False
+
+    def settings_of(self, config: str) -> set[str] | None:
+        """Returns the settings that the class `config` adds to Atropos' `BaseEnvConfig`. Returns
+        None if the script does not tell them all."""
+        names: set[str] = set()
+        visited = set()
+        while self._imported.get(config) != BASE_CONFIG:
+            node = self.classes.get(config)
+            if node is None or config in visited:
+                return None
+            if len(node.bases) != 1 or _is_open(node):
+                return None
+            visited.add(config)
+            names |= _fields(node)
+            config = _name(node.bases[0])
+        return names
 
 
 @cache
@@ -73,92 +110,119 @@ def _base_names() -> set[str]:
     raise AssertionError(f"{path} has no {BASE_CONFIG}")
 
 
-def _imported_from_atropos(tree: ast.Module) -> dict[str, str]:
-    """Returns what the script calls the names that it imports from Atropos' base module: by its own, theirs."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == BASE_MODULE:
-            for alias in node.names:
-                found[alias.asname or alias.name] = alias.name
-    return found
-
-
-def _descends(node: ast.ClassDef, ancestor: str, classes: dict[str, ast.ClassDef], imported: dict[str, str]) -> bool:
-    """Returns whether a class has an ancestor of Atropos' base module, through classes of the script alone."""
-    bases = [_name(base) for base in node.bases]
-    if ancestor in (imported.get(base) for base in bases):
-        return True
-    return any(
-        base in classes and classes[base] is not node and _descends(classes[base], ancestor, classes, imported)
-        for base in bases
-    )
-
-
 def _config_classes(environment: ast.ClassDef) -> set[str]:
-    """Returns the classes that an environment's settings may be of: its `env_config_cls`, and what `config_init` makes
-    whose name ends as Atropos' own does."""
-    found = set()
+    """Returns the classes that an environment's settings may be of: its `env_config_cls`, and the
+    classes that `config_init` calls whose names end as Atropos' own does."""
+    configs = set()
     for node in ast.walk(environment):
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if "env_config_cls" in map(_name, targets) and node.value is not None:
-                found.add(_name(node.value))
+            if "env_config_cls" in map(_name, _targets(node)) and node.value is not None:
+                configs.add(_name(node.value))
         elif isinstance(node, ast.FunctionDef) and node.name == "config_init":
-            calls = [_name(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)]
-            found.update(name for name in calls if name.endswith("EnvConfig"))
-    return found or {BASE_CONFIG}
+            configs |= _configs_called_in(node)
+    return configs or {BASE_CONFIG}
+
+
+def _configs_called_in(node: ast.FunctionDef) -> set[str]:
+    configs = set()
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            name = _name(call.func)
+            if name.endswith("EnvConfig"):
+                configs.add(name)
+    return configs
 
 
 def _is_open(config: ast.ClassDef) -> bool:
-    """Returns whether a class says itself how unknown settings are taken, or has other names for some."""
-    own = {getattr(node, "name", "") for node in config.body}
-    own |= {_name(target) for node in config.body if isinstance(node, ast.Assign) for target in node.targets}
-    return bool(own & {"Config", "model_config"}) or "alias" in ast.unparse(config)
+    """Returns whether a class says itself how unknown settings are taken, or has other names for
+    some."""
+    for node in config.body:
+        names: set[str] = set()
+        if isinstance(node, ast.ClassDef):
+            names = {node.name}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names = set(map(_name, _targets(node)))
+        if names & {"Config", "model_config"}:
+            return True
+    return "alias" in ast.unparse(config)
 
 
 def _fields(config: ast.ClassDef) -> set[str]:
-    return {_name(node.target) for node in config.body if isinstance(node, ast.AnnAssign)}
+    """Returns the names that a class annotates."""
+    names = set()
+    for node in config.body:
+        if isinstance(node, ast.AnnAssign):
+            names.add(_name(node.target))
+    return names
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    """Returns what an assignment assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target]
 
 
 def _name(node: ast.AST) -> str:
     """Returns the last part of a dotted name, or an empty text for anything else."""
     if isinstance(node, ast.Name):
         return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return ""
 
 
-# ------------------------------------------------------------------------------------------------------------ requests
+# ----------------------------------------------------------------------------------------- requests
+
+
+class Request(NamedTuple):
+    """A setting that the script gives to a request as a literal."""
+
+    line: int
+    text: str  # as the script has it, `top_p=0.9`
 
 
 def reshaping_requests(path: Path) -> list[Request]:
-    """Returns the literals in a script that would have the server sample from another distribution than the policy's.
-    Functions for evaluations, whose names have `eval` in them, may ask for anything."""
+    """Returns the literals in a script that would make the server sample from another distribution
+    than the policy's. Functions for evaluations, whose names have `eval` in them, may ask for
+    anything."""
     tree = parse_script(path)
-    return [] if tree is None else sorted(_requests_in(tree))
+    if tree is None:
+        return []
+    return sorted(_requests_in(tree))
 
 
 def _requests_in(node: ast.AST) -> Iterator[Request]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "eval" in node.name:
         return
-    pairs: list[tuple[str | None, ast.expr]] = []
-    if isinstance(node, ast.Call) and _name(node.func) != "Field":
-        pairs = [(word.arg, word.value) for word in node.keywords]
-    elif isinstance(node, ast.Dict):
-        pairs = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values)]
-    for name, value in pairs:
+    for name, value in _settings_in(node):
         if _reshapes(name, value):
             yield Request(value.lineno, f"{name}={ast.unparse(value)}")
     for child in ast.iter_child_nodes(node):
         yield from _requests_in(child)
 
 
-def _reshapes(name: str | None, value: ast.expr) -> bool:
+def _settings_in(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yields what may be settings of a request: keywords of a call, and pairs of a dictionary."""
+    if isinstance(node, ast.Call) and _name(node.func) != "Field":
+        for keyword in node.keywords:
+            if keyword.arg is not None:  # None: `**settings`
+                yield keyword.arg, keyword.value
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values):
+            if isinstance(key, ast.Constant):
+                yield key.value, value
+
+
+def _reshapes(name: str, value: ast.expr) -> bool:
+    """Returns whether a request that sets `name` to `value` samples from another distribution."""
+    literal = value.value if isinstance(value, ast.Constant) else None
     usual = SamplingSettings().numbers()
-    if name in usual and name != "temperature":  # of that, `config:` and the server's notes say more
-        number = getattr(value, "value", None)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        return is_number and number != usual[name] and (name, number) != ("top_k", -1)
+    # `config:` and the server's notes say more about the temperature.
+    if name in usual and name != "temperature":
+        is_number = isinstance(literal, int | float) and not isinstance(literal, bool)
+        return is_number and literal != usual[name]
     if name == "min_tokens":
-        return bool(getattr(value, "value", None))
-    is_nothing = isinstance(value, ast.Constant) and value.value is None
-    return name in (*RESHAPING_FIELDS, *GRAMMARS) and not is_nothing
+        return bool(literal)
+    is_none = isinstance(value, ast.Constant) and literal is None
+    return name in (*RESHAPING_FIELDS, *GRAMMARS) and not is_none

@@ -1,29 +1,24 @@
-"""The environments of a run: their entries in the recipe, what their logs say, and what happens when one ends.
+"""Watches the environments of a run: reads their logs, and handles one that ends.
 
-`recipe.py` reads each entry of `environments` into an `EnvironmentSpec`, and `trl_atropos.train` starts its command.
-From then on `Supervisor` tells the rollout source what the logs say, and ends the run when an environment only fails.
-`Services.watch` reports to `Disconnector` each environment that ended, so that the Atropos API forgets it.
+`trl_atropos.train` starts an environment by its entry in the recipe (`environment_entry.py`).
+From then on `Supervisor` tells the rollout source what the logs say, and ends the run if an
+environment only ever fails. `Services.watch` reports to `Disconnector` each environment that ended,
+so that the Atropos API forgets it.
 
-Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py` adds to them; where
-it is not loaded, messages have less detail.
+Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py`
+adds to them. An environment that does not load it leaves messages with less detail.
 """
 
 import contextlib
 import logging
-import os
 import re
-import shlex
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from trl_atropos.errors import RecipeError, RolloutError
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 
@@ -32,217 +27,122 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0  # seconds; asked from the thread that watches the services
 LOOK_EVERY = 1.0  # seconds
 HOPELESS = 32  # failed groups of an environment that has collected none: a mistake, not bad luck
-SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
-RUNNER = f"{SITE}/run.py"
 
 # Parts of the lines that Atropos writes, and what each means.
-COLLECT_FAILED, POSTPROCESS_FAILED = "Error in collect_trajectories", "Scoring exception"
+COLLECT_FAILED = "Error in collect_trajectories"
+POSTPROCESS_FAILED = "Scoring exception"
+DELIVERY_FAILED = "Error in handle_send_to_api"
 NOTHING = "handle_env: No trajectories collected"  # after each exception, too
 FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
     POSTPROCESS_FAILED: "failed in `postprocess_histories`",
-    "Error in handle_send_to_api": "failed to deliver a group, because something in it is missing or wrong",
+    DELIVERY_FAILED: "failed to deliver a group, because something in it is missing or wrong",
 }
-MEANINGS = FAILURES | {
-    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Use "
-    "other prompts or a finer reward, or have its code return such groups, too",
-    "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
-    "`--env.ensure_scores_are_not_same false`, or use easier or harder prompts",
-    "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
-    "it sample fewer tokens, or raise `max_sequence_length`",
-    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct it",
+DROPS = {
+    NOTHING: (
+        "sampled a group and returned none: most environments do if all scores of a group are "
+        "alike. Use other prompts or a finer reward, or have its code return such groups, too"
+    ),
+    "Scores are the same in a group, skipping": (
+        "dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same "
+        "false`, or use easier or harder prompts"
+    ),
+    "Token length is too long in a group, skipping": (
+        "dropped a group that has a rollout over the length limit: let it sample fewer tokens, or "
+        "raise `max_sequence_length`"
+    ),
+    "Group structure invalid, or token count mismatch": (
+        "dropped a group that is not of its `group_size`: correct it"
+    ),
     "Failed to send": "could not deliver a group: the API refused it or did not answer",
 }
+MEANINGS = FAILURES | DROPS
 SIGN = re.compile("|".join(map(re.escape, MEANINGS)))
 EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was collected before)?\]$")
 REGISTERED = re.compile(r"Initialized env with id (\d+)")
 BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
 LONGEST = 300  # characters of an exception that are quoted
-NAME = re.compile(r"\w[\w.-]*")  # of an entry: no "..", nothing hidden, and nothing that looks like a flag
-LONGEST_NAME = 200  # bytes; the name of a file may have 255
-
-
-class EnvironmentSpec(BaseModel):
-    """
-    One entry of `environments`. A text alone is the `path`.
-
-    Attributes:
-        path: The environment's script, relative to `cwd`, run as `{python} PATH serve --config FILE` would be.
-        config: Settings of the environment, which win over those that the run writes to that file.
-        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
-        name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
-            is called `environment.py`.
-        python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and `server_type` are
-            by default those of the run. A `command` is given them as the file `--config`.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str | None = Field(default=None, min_length=1)
-    config: dict[str, Any] = {}
-    command: str | list[str] | None = Field(default=None, min_length=1)
-    name: str = ""
-    env: dict[str, str | int | float] = {}
-    cwd: str | None = None
-    python: str | None = Field(default=None, min_length=1)
-    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, entry: Any) -> Any:
-        return {"path": entry} if isinstance(entry, str) else entry
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> "EnvironmentSpec":
-        if (self.path is None) == (self.command is None):
-            raise ValueError("it needs either `path` or `command`")
-        if self.path is None and not self.name:
-            raise ValueError("an entry with a `command` needs a `name`")
-        if self.path is None and self.config:
-            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
-        if not self.name:
-            script = Path(self.cwd or "", self.path).absolute()
-            usual = script.parent.name if script.stem == "environment" else script.stem
-            self.name = re.sub(r"[^\w.-]", "_", usual).lstrip(".-")
-        if not NAME.fullmatch(self.name) or len(os.fsencode(self.name)) > LONGEST_NAME:
-            what = f"files and folders get its name, and {self.name!r} is none for them"
-            fix = f"letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with no - or . at its start"
-            raise ValueError(f"{what}: set `name` to {fix}")
-        return self
-
-    @property
-    def script(self) -> Path:
-        """The file of an entry with a `path`, seen from the folder of the run."""
-        return Path(self.cwd or "", self.path)
-
-    @property
-    def line(self) -> str:
-        """The command as a person would type it, without what the run fills in."""
-        if self.path is not None:
-            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
-            return " ".join([f"python {self.path} serve", *flags])
-        return self.command if isinstance(self.command, str) else " ".join(self.command)
-
-    def variables(self, **further: str) -> dict[str, str]:
-        """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`, and no token."""
-        own = {TOKEN_VARIABLE: "", **further, **{name: str(value) for name, value in self.env.items()}}
-        before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
-
-    def words(self) -> list[str]:
-        """The command as words, with its placeholders."""
-        if self.path is not None:
-            return ["{python}", *(word.replace("{", "{{").replace("}", "}}") for word in (RUNNER, self.path)), "serve"]
-        try:
-            return shlex.split(self.command) if isinstance(self.command, str) else self.command
-        except ValueError as error:
-            what = f"The command of environment {self.name!r} is cut short: {error}"
-            raise RecipeError(what, str(self.command), "Correct its quotes.", "environment-command") from error
-
-    def fill_in(self, text: str, values: dict[str, str]) -> str:
-        """`text` with the values of its placeholders."""
-        if self.python is not None:
-            python = os.path.expanduser(self.python)
-            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
-        try:
-            return text.format_map(values)
-        except (KeyError, IndexError, ValueError) as error:
-            what = f"The entry of environment {self.name!r} has an unknown placeholder ({error})"
-            fix = f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
-            raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
-
-
-class EvaluationSpec(EnvironmentSpec):
-    """
-    One entry of `evaluations`: an environment that is run beside the training, of which nothing is trained on.
-
-    Attributes:
-        problems: Of which rollouts are sampled, the first that the environment gives. By default, its own `evaluate`
-            runs instead.
-        samples: Rollouts of each problem, for pass@k.
-        temperature: At which they are sampled; by default that of the run.
-        passes_above: A rollout with a score above this has solved its problem.
-        every: Optimizer steps between two evaluations; by default `eval_steps`. One is made before the first step and
-            one after the last in any case.
-    """
-
-    problems: int | None = Field(default=None, ge=1)
-    samples: int = Field(default=1, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    passes_above: float = Field(default=0.5, allow_inf_nan=False)
-    every: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _one_door(self) -> "EvaluationSpec":
-        if self.path is None:
-            raise ValueError("an evaluation needs a `path`")
-        stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
-        if self.problems is None and stated:
-            raise ValueError(f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its `config`")
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError("at temperature 0 all samples of a problem are the same: set `samples: 1`")
-        return self
 
 
 class EnvironmentLog:
-    """Follows the log of an environment that the run started; the part of this run begins at byte `start`."""
+    """Follows the log of an environment that the run started. The part of this run begins at byte
+    `start`."""
 
     def __init__(self, path: str | Path, start: int = 0):
-        self._path, self._read_to = path, start
+        self._path = path
+        self._read_to = start
         self._reading = threading.Lock()
         self.number: int | None = None  # of the environment at the API
-        self._begin()
+        self._begin_life()
 
-    def _begin(self) -> None:
-        """The environment was started, or started again."""
+    def _begin_life(self) -> None:
+        """Resets the counts, because the environment was started, or started again."""
         self.counts: Counter[str] = Counter()  # how often each of `MEANINGS` has happened
         self.failures = 0  # exceptions of its own among them
         self.error = ""  # the last exception: kind, text and place, as far as they are known
         self.place = ""  # its file, line and function, if they are known
         self.never_succeeded = False  # for certain, no group had been collected before it
-        self.former_number, self.number = self.number, None
+        self.former_number = self.number
+        self.number = None
 
     def read(self) -> "EnvironmentLog":
-        """Takes in what was written since the last call."""
+        """Reads what was written since the last call. Returns itself."""
         with self._reading, open(self._path, "rb") as log:
             log.seek(self._read_to)
             for line in log:
                 if not line.endswith(b"\n"):
                     break
                 self._read_to += len(line)
-                self._take(line.decode(errors="replace").rstrip())
+                self._read_line(line.decode(errors="replace").rstrip())
         return self
 
-    def _take(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         if BEGINS_A_LIFE.match(line):
-            self._begin()
-        elif found := REGISTERED.search(line):
-            self.number = int(found[1])
-        elif found := SIGN.search(line):
-            self.counts[found[0]] += 1
-            if found[0] in FAILURES:
-                self.failures += 1
-                text = line[found.end() :].strip(": ")
-                explained = EXPLAINED.search(text)
-                self.place = explained[2] if explained else ""
-                self.error = f"{explained[1][:LONGEST].rstrip(': ')} ({self.place})" if explained else text[:LONGEST]
-                self.never_succeeded = bool(explained and explained[3])
+            self._begin_life()
+            return
+        registration = REGISTERED.search(line)
+        if registration is not None:
+            self.number = int(registration[1])
+            return
+        sign = SIGN.search(line)
+        if sign is None:
+            return
+        self.counts[sign[0]] += 1
+        if sign[0] in FAILURES:
+            self.failures += 1
+            self._read_error(line[sign.end() :].strip(": "))
+
+    def _read_error(self, text: str) -> None:
+        """Reads an exception, such as `'weight' [KeyError: 'weight', env.py:7 in score]`, or what
+        Atropos writes without `sitecustomize.py`, such as `'weight'`."""
+        explanation = EXPLAINED.search(text)
+        if explanation is None:
+            self.place = ""
+            self.error = text[:LONGEST]
+            self.never_succeeded = False
+        else:
+            error, self.place, no_success = explanation.groups()
+            self.error = f"{error[:LONGEST].rstrip(': ')} ({self.place})"
+            self.never_succeeded = no_success is not None
 
     def undelivered(self) -> list[str]:
-        """Why groups were not delivered: exceptions first, then what happened most often."""
+        """Returns why groups were not delivered: exceptions first, then what happened most
+        often."""
         counts = self.counts.copy()
         counts[NOTHING] -= counts[COLLECT_FAILED] + counts[POSTPROCESS_FAILED]
-        found = sorted((sign for sign in MEANINGS if counts[sign] > 0), key=lambda s: (s not in FAILURES, -counts[s]))
-        reasons = [f"{counts[sign]} times it {MEANINGS[sign]}" for sign in found]
+        reasons = []
+        for kind in (FAILURES, DROPS):
+            for sign in sorted(kind, key=counts.__getitem__, reverse=True):
+                if counts[sign] > 0:
+                    reasons.append(f"{counts[sign]} times it {kind[sign]}")
         if self.error:
             reasons[0] += f"; the last error was {self.error}"
         return reasons
 
 
 class Supervisor:
-    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`, from a thread, with
-    the error that ends the run: an environment only ever fails."""
+    """Tells `AtroposSource` about the environments that this run started. Calls `on_failure`, from
+    a thread, with the error that ends the run if an environment only ever fails."""
 
     def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
         self._services = services
@@ -258,35 +158,47 @@ class Supervisor:
         self._closed.set()
 
     def metrics(self) -> dict[str, float]:
-        """`services/restarts`: how many restarts of services there were so far."""
+        """Returns `services/restarts`, the number of restarts of services so far."""
         return {"services/restarts": float(self._services.restarts)}
 
     def names(self) -> dict[int, str]:
-        """The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
-        as after a restart of the API, it is that of the environment which was started later."""
-        logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
-        numbers = [(log.former_number, service) for service, log in logs]
-        numbers += [(log.number, service) for service, log in logs]
-        return {number: service.name.removeprefix(ENVIRONMENT) for number, service in numbers if number is not None}
+        """Returns the environments' names by their numbers at the API, which their logs show. If
+        two logs show one number, as after a restart of the API, it belongs to the environment that
+        was started later."""
+        names = {}
+        pairs = sorted(self._read_logs(), key=_start_of)
+        for service, log in pairs:
+            names[log.former_number] = service.name.removeprefix(ENVIRONMENT)
+        for service, log in pairs:
+            names[log.number] = service.name.removeprefix(ENVIRONMENT)
+        names.pop(None, None)
+        return names
 
     def explain(self, reason: str) -> str:
-        """Why no batch comes: `reason`, with what the environments' logs say of groups that were not delivered."""
-        before, after = [], []
+        """Returns why no batch comes: `reason`, with what the environments' logs say of groups that
+        were not delivered."""
+        with_reasons = []
+        without_reasons = []
         for service, log in self._read_logs():
             undelivered = log.undelivered()
-            reasons = f": {'; '.join(undelivered)}. It" if undelivered else ""
-            running = f"has been running for {time.monotonic() - service.started:.0f} s"
-            doing = "has ended and is about to be started again" if service.down else running
-            again = f" (restarted {service.restarts} times)" if service.restarts else ""
-            account = f"{service.name}{reasons} {doing}{again}. Its log: {service.log_path}."
-            (before if undelivered else after).append(account)
-        return " ".join([*before, reason, *after])
+            if undelivered:
+                with_reasons.append(
+                    f"{service.name}: {'; '.join(undelivered)}. It {_state_of(service)}"
+                )
+            else:
+                without_reasons.append(f"{service.name} {_state_of(service)}")
+        return " ".join([*with_reasons, reason, *without_reasons])
 
     def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
-        environments = [service for service in self._services.running() if service.name.startswith(ENVIRONMENT)]
-        for service in environments:
-            self._logs.setdefault(service.name, EnvironmentLog(service.log_path, service.log_start))
-        return [(service, self._logs[service.name].read()) for service in environments]
+        """Returns each environment that runs, with its log read to its end."""
+        pairs = []
+        for service in self._services.running():
+            if service.name.startswith(ENVIRONMENT):
+                if service.name not in self._logs:
+                    log = EnvironmentLog(service.log_path, service.log_start)
+                    self._logs[service.name] = log
+                pairs.append((service, self._logs[service.name].read()))
+        return pairs
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
@@ -297,24 +209,47 @@ class Supervisor:
                 if log.failures >= HOPELESS and log.never_succeeded:
                     what = f"{service.name} failed on each of its first {log.failures} groups"
                     fix = f"The last error was {log.error}. Correct the environment: {where}."
-                    return self._on_failure(RolloutError(what, fix=fix))
+                    self._on_failure(RolloutError(what, fix=fix))
+                    return
                 if (service.name, log.place) not in self._warned_of:
                     self._warned_of.add((service.name, log.place))
                     logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
 
 
+def _start_of(pair: tuple[Service, EnvironmentLog]) -> float:
+    service, _log = pair
+    return service.started
+
+
+def _state_of(service: Service) -> str:
+    """Returns what an environment does, such as `has been running for 7 s. Its log: FILE.`"""
+    state = f"has been running for {time.monotonic() - service.started:.0f} s"
+    if service.down:
+        state = "has ended and is about to be started again"
+    if service.restarts:
+        state += f" (restarted {service.restarts} times)"
+    return f"{state}. Its log: {service.log_path}."
+
+
 class Disconnector:
-    """Has the API at `url` forget environments that ended, once their successors have registered: without any
-    connected environment, the API divides by zero. It never forgets by itself: an environment that ended keeps its
-    share of the weights, and with a `min_batch_allocation` it stops all batches."""
+    """
+    Makes the API at `url` forget environments that ended.
+
+    The API never forgets by itself: an environment that ended keeps its share of the weights, and
+    with a `min_batch_allocation` it stops all batches. It is forgotten once its successor has
+    registered, because the API divides by zero without any connected environment.
+    """
 
     def __init__(self, services: Services, url: str):
         self._services = services
-        self._client = AtroposClient(url, request_timeout=REQUEST_TIMEOUT, batch_timeout=REQUEST_TIMEOUT)
+        self._client = AtroposClient(
+            url, request_timeout=REQUEST_TIMEOUT, batch_timeout=REQUEST_TIMEOUT
+        )
         self._api_ends = 0
 
     def ended(self, service: Service) -> None:
-        """A service has ended and will be started again. Called by `Services.watch`, before that."""
+        """Handles a service that has ended and will be started again. Called by `Services.watch`,
+        before that."""
         if service.name == ATROPOS:
             self._api_ends += 1  # the new API numbers from 0
         if not service.name.startswith(ENVIRONMENT):
@@ -326,35 +261,47 @@ class Disconnector:
         numbers = self._numbers_of(service, count)
         if numbers is None:
             logger.warning(
-                "The Atropos API still counts on the environment that ended (%s), and its number there is not known. "
-                "If it has a `min_batch_allocation`, no batch comes before the API is told to forget it: %s.",
-                *(service.name, disconnect_command(self._client.url, [0, 1])),
+                "The Atropos API still counts on the environment that ended (%s), and its number "
+                "there is not known. If it has a `min_batch_allocation`, no batch comes before the "
+                "API is told to forget it: %s.",
+                service.name,
+                disconnect_command(self._client.url, [0, 1]),
             )
         elif numbers:
-            forget = (service.name, numbers, count, self._api_ends)
-            threading.Thread(target=self._forget, args=forget, name="disconnect", daemon=True).start()
+            threading.Thread(
+                target=self._forget,
+                args=(service.name, numbers, count, self._api_ends),
+                name="disconnect",
+                daemon=True,
+            ).start()
 
     def _numbers_of(self, service: Service, count: int) -> list[int] | None:
-        """Numbers that the ended environment may have at the API; `None` if that is not known."""
-        by_name = {running.name: running for running in self._services.running()}
-        api = by_name.get(ATROPOS)
-        if api is None:
+        """Returns the numbers that the ended environment may have at the API, which has registered
+        `count`. Returns `None` if that is not known."""
+        running = self._services.running()
+        apis = [other for other in running if other.name == ATROPOS]
+        if not apis:
             return None  # it may have been restarted, and the numbers be those of others
-        if api.down or api.started > service.started:
+        if apis[0].down or apis[0].started > service.started:
             return []  # it never heard of the environment that ended
         number = EnvironmentLog(service.log_path, service.log_start).read().former_number
         if number is not None and number < count:
             return [number]
-        alone = [name for name in by_name if name.startswith(ENVIRONMENT)] == [service.name]
-        return list(range(count)) if alone and count <= service.restarts + 1 else None
+        environments = [other.name for other in running if other.name.startswith(ENVIRONMENT)]
+        if environments == [service.name] and count <= service.restarts + 1:
+            return list(range(count))  # all are former lives of this one
+        return None
 
     def _forget(self, name: str, numbers: list[int], successor: int, api_ends: int) -> None:
-        """Disconnects `numbers` when the next environment has registered, as number `successor`. If none does, the run
-        ends anyway."""
+        """Disconnects `numbers` when the next environment has registered, as number `successor`. If
+        none does, the run ends anyway."""
         while api_ends == self._api_ends:
             with contextlib.suppress(ApiUnreachable, ReplyLost):
                 if self._client.environment(successor) is not None:
                     for number in numbers:
                         self._client.disconnect(number)
-                    return logger.info("The Atropos API no longer counts on %s as it was before it ended.", name)
+                    logger.info(
+                        "The Atropos API no longer counts on %s as it was before it ended.", name
+                    )
+                    return
             time.sleep(LOOK_EVERY)

@@ -1,17 +1,19 @@
-"""A guard: the small process between the trainer and one service, which leaves nothing behind.
+"""A guard: the small process between the trainer and one service. It leaves nothing behind.
 
-`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] -- command ...`. The
-guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
-(SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone, or when the command ends while its children live on,
-the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
-/dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
+`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] --
+command ...`. The guard starts the command, waits for it and passes its exit code on (128 + n for
+signal n). When it is asked to stop (SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone,
+or when the command ends while its children live on, the guard sends SIGTERM to every process of the
+service, SIGKILL `--grace` seconds later, and removes the files in /dev/shm that only they had
+mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
-With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
-hour, unless it lived less than `--settled` seconds. The guard writes to the file descriptor `--report` the line `ended
-CODE LIVED WAIT` before the wait, and `started` after it. The folder `--scratch` is removed at the end.
+With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up
+to N times within an hour, unless it lived less than `--settled` seconds. The guard writes to the
+file descriptor `--report` the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
+The folder `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process: start guards from the main thread. This file imports
-the standard library only: a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: start guards from the main thread.
+This file imports the standard library only: a guard is up in some 20 ms.
 """
 
 import argparse
@@ -28,7 +30,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 SHM = "/dev/shm"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-WAITED_FOR = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, so that they wait until the guard asks for them
+# blocked, so that they wait until the guard asks for them
+WAITED_FOR = (*STOP_SIGNALS, signal.SIGCHLD)
 
 LOOK_EVERY = 2.0  # seconds between two looks at the parent and at the mapped files
 LOOK_SHARE = 0.01  # of one core, at most, on a machine with very many processes
@@ -49,20 +52,28 @@ def prctl(option: int, value: int) -> None:
 
 
 def members(guard: int) -> list[int]:
-    """Living processes of the service of a guard: those in the guard's session, and those that descend from it."""
-    living, parents, found = set(), {}, {guard}
+    """Returns the living processes of a guard's service: those in the guard's session, and those
+    that descend from it."""
+    living = set()
+    parents = {}
+    service = {guard}
     for pid in _all_processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name, in parentheses, may hold anything: the fields begin after the last one.
-            state, parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+            # The command's name, in parentheses, may hold anything: the fields begin after the last
+            # one.
+            fields = file.read().rpartition(b")")[2].split()
+            state, parent, _group, session = fields[:4]
             parents[pid] = int(parent)
             if int(session) == guard:
-                found.add(pid)
+                service.add(pid)
             if state not in b"ZX":
                 living.add(pid)
-    while born := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= born
-    return sorted(living & found - {guard})
+    while True:
+        children = {pid for pid, parent in parents.items() if parent in service}
+        if children <= service:
+            break
+        service |= children
+    return sorted(living & service - {guard})
 
 
 def _all_processes() -> list[int]:
@@ -77,22 +88,31 @@ def signal_all(pids: list[int], signum: int) -> None:
 
 
 class SharedFiles:
-    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped. They are known
-    by inode: `sem_open` maps a semaphore under a temporary name. Files that existed before this object belong to
-    others, and so do files in folders of /dev/shm: people keep models there."""
+    """The files in /dev/shm that a service mapped. Removes them once no process has them mapped.
+
+    It knows them by inode: `sem_open` maps a semaphore under a temporary name. Files that existed
+    before this object belong to others, and so do files in folders of /dev/shm: people keep models
+    there.
+    """
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
         self._others = {inode for _path, inode in _shm_files()}
 
     def note(self, pids: list[int]) -> None:
-        """Remembers what these processes have mapped now: a process that crashed cannot be asked any more."""
-        self._noted |= set().union(*map(_mapped, pids)) - self._others
+        """Remembers what these processes have mapped now. A process that crashed cannot be asked
+        any more."""
+        for pid in pids:
+            self._noted |= _mapped(pid) - self._others
 
     def remove(self) -> None:
         """Unlinks the remembered files that still exist and are mapped by no living process."""
         left = [(path, inode) for path, inode in _shm_files() if inode in self._noted]
-        in_use = set().union(*map(_mapped, _all_processes())) if left else set()
+        if not left:
+            return
+        in_use: set[int] = set()
+        for pid in _all_processes():
+            in_use |= _mapped(pid)
         for path, inode in left:
             if inode not in in_use:
                 with contextlib.suppress(FileNotFoundError):
@@ -100,34 +120,43 @@ class SharedFiles:
 
 
 def _shm_files() -> list[tuple[str, int]]:
-    """Path and inode of this user's files in /dev/shm, POSIX semaphores included."""
+    """Returns path and inode of this user's files in /dev/shm, POSIX semaphores included."""
     files = []
     with contextlib.suppress(FileNotFoundError), os.scandir(SHM) as entries:
         for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                continue
             with contextlib.suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                owner = entry.stat(follow_symlinks=False).st_uid
+                if owner == os.getuid():
                     files.append((entry.path, entry.inode()))
     return files
 
 
 def _mapped(pid: int) -> set[int]:
-    """Inodes of the files in /dev/shm that a process has mapped."""
-    found = set()
+    """Returns the inodes of the files in /dev/shm that a process has mapped."""
+    inodes = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
         device = os.stat(SHM).st_dev
         for line in maps:
             if b" /dev/shm/" in line:
                 _range, _mode, _offset, number, inode, _path = line.split(maxsplit=5)
-                if os.makedev(*(int(part, 16) for part in number.split(b":"))) == device:
-                    found.add(int(inode))
-    return found
+                major, minor = number.split(b":")
+                if os.makedev(int(major, 16), int(minor, 16)) == device:
+                    inodes.add(int(inode))
+    return inodes
+
+
+def _pause() -> None:
+    time.sleep(POLL)
 
 
 def end_service(
-    guard: int, grace: float, shared: SharedFiles, pause: Callable[[], object] = lambda: time.sleep(POLL)
+    guard: int, grace: float, shared: SharedFiles, pause: Callable[[], None] = _pause
 ) -> list[int]:
-    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds later SIGKILL, and
-    removes its files in /dev/shm. Returns the processes that are left. Calls `pause` between two looks."""
+    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds
+    later SIGKILL, and removes its files in /dev/shm. Calls `pause` between two looks. Returns the
+    processes that are left."""
     pids = members(guard)
     shared.note(pids)
     signal_all(pids, signal.SIGTERM)
@@ -153,32 +182,41 @@ class Guard:
         self._command = command
         self._service = 0  # process id
         self._exit_code: int | None = None  # None while the service runs
-        self._told_to_stop = False
+        self._stop_requested = False
         signal.pthread_sigmask(signal.SIG_SETMASK, WAITED_FOR)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, there are no exit codes
+        # A process that ignores SIGCHLD learns no exit codes.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def run(self) -> int:
         """Runs the service, again if it may be restarted. Returns the exit code to pass on."""
+        options = self._options
+        program = self._command[0]
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if self._orphaned():
-            _say(f"the parent, process {self._options.parent}, is gone: {self._command[0]} is not started")
+            _say(f"the parent, process {options.parent}, is gone: {program} is not started")
             return EXIT_PARENT_GONE
-        # Grandchildren whose parent ends become children of the guard, whatever session they are in.
+        # Grandchildren whose parent ends become children of the guard, whatever session they are
+        # in.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        restarted: list[float] = []  # when, within RESTART_WINDOW
+        restarts: list[float] = []  # when, within RESTART_WINDOW
         while True:
             lived, left = self._live()
-            code = 128 + signal.SIGKILL if self._exit_code is None else self._exit_code
+            code = self._exit_code
+            if code is None:
+                code = 128 + signal.SIGKILL
             now = time.monotonic()
-            restarted = [moment for moment in restarted if now - moment < RESTART_WINDOW]
-            may_restart = lived >= self._options.settled and len(restarted) < self._options.restarts
+            restarts = [moment for moment in restarts if now - moment < RESTART_WINDOW]
+            may_restart = lived >= options.settled and len(restarts) < options.restarts
             if left or self._unwanted() or not may_restart:
                 return code
-            wait = FIRST_WAIT * 2 ** len(restarted)
-            restarted.append(now)
-            _say(f"{self._command[0]} ended with exit code {code}; starting it again in {wait:g} s")
+            wait = FIRST_WAIT * 2 ** len(restarts)
+            restarts.append(now)
+            _say(f"{program} ended with exit code {code}; starting it again in {wait:g} s")
             self._report(f"ended {code} {lived:.1f} {wait:g}")
-            while not self._unwanted() and (seconds := now + wait - time.monotonic()) > 0:
+            while not self._unwanted():
+                seconds = now + wait - time.monotonic()
+                if seconds <= 0:
+                    break
                 self._wait(seconds)
             if self._unwanted():
                 return code
@@ -188,51 +226,71 @@ class Guard:
         return os.getppid() != self._options.parent
 
     def _unwanted(self) -> bool:
-        return self._told_to_stop or self._orphaned()
+        return self._stop_requested or self._orphaned()
 
     def _report(self, line: str) -> None:
         with contextlib.suppress(OSError):  # there is no descriptor, or the parent is gone
             os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:
-        """Runs the service once. Returns the seconds that it lived, and those of its processes that could not be
-        ended."""
-        shared, self._exit_code = SharedFiles(), None
-        self._service, started = _start(self._command), time.monotonic()
+        """Runs the service once. Returns the seconds that it lived, and those of its processes that
+        could not be ended."""
+        shared = SharedFiles()
+        self._exit_code = None
+        self._service = _start(self._command)
+        started = time.monotonic()
         while self._exit_code is None and not self._unwanted():
-            began = time.monotonic()
+            look_began = time.monotonic()
             shared.note(members(os.getpid()))
-            next_look = time.monotonic() + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
-            # Orphans that end wake the guard, too, but are no reason for a look.
-            while self._exit_code is None and not self._told_to_stop and (left := next_look - time.monotonic()) > 0:
-                self._wait(left)
+            look_ended = time.monotonic()
+            pause = max(LOOK_EVERY, (look_ended - look_began) / LOOK_SHARE)
+            self._wait_for_next_look(look_ended + pause)
         lived = time.monotonic() - started
         if self._orphaned():
-            _say(f"the parent, process {self._options.parent}, is gone: stopping {self._command[0]}")
-        left = end_service(os.getpid(), self._options.grace, shared, lambda: self._wait(POLL))
+            parent = self._options.parent
+            _say(f"the parent, process {parent}, is gone: stopping {self._command[0]}")
+        left = end_service(os.getpid(), self._options.grace, shared, self._pause)
         if left:
             _say(f"processes {left} are still there {KILL_DEADLINE:.0f} s after SIGKILL")
         return lived, left
 
+    def _wait_for_next_look(self, moment: float) -> None:
+        """Waits until `moment`, or until the service ends or a stop is requested. Orphans that end
+        wake the guard, too, but are no reason for a look."""
+        while self._exit_code is None and not self._stop_requested:
+            seconds = moment - time.monotonic()
+            if seconds <= 0:
+                return
+            self._wait(seconds)
+
+    def _pause(self) -> None:
+        self._wait(POLL)
+
     def _wait(self, seconds: float) -> None:
         """Sleeps until a signal comes or the time is over, then reaps the children that ended."""
-        came = signal.sigtimedwait(WAITED_FOR, seconds)
-        if came is not None and came.si_signo in STOP_SIGNALS:
-            self._told_to_stop = True
+        info = signal.sigtimedwait(WAITED_FOR, seconds)
+        if info is not None and info.si_signo in STOP_SIGNALS:
+            self._stop_requested = True
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
-                if ended[0] == self._service:
-                    code = os.waitstatus_to_exitcode(ended[1])
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._service:
+                    code = os.waitstatus_to_exitcode(status)
                     self._exit_code = code if code >= 0 else 128 - code
 
 
 def _start(command: list[str]) -> int:
-    """Starts the service in a process group of its own, in the guard's session. Returns its process id."""
+    """Starts the service in a process group of its own, in the guard's session. Returns its process
+    id."""
     guard = os.getpid()
-    if (pid := os.fork()) != 0:
+    pid = os.fork()
+    if pid != 0:
         return pid
     try:
-        # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored signal stays so.
+        # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored
+        # signal stays so.
         for signum in (*WAITED_FOR, signal.SIGQUIT, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -250,7 +308,9 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="guard.py", usage="guard.py --parent PID --grace SECONDS -- command ...")
+    parser = argparse.ArgumentParser(
+        prog="guard.py", usage="guard.py --parent PID --grace SECONDS -- command ..."
+    )
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--restarts", type=int, default=0)

@@ -1,8 +1,10 @@
-"""How a run ends when it is asked to: by Ctrl-C, SIGTERM, a launcher that died, or a service that died.
+"""Ends a run when something asks for it: Ctrl-C, SIGTERM, a launcher that died, or a service that
+died.
 
-`trl_atropos.train` calls `die_with_launcher` before anything else and `install_handlers` before it starts a service.
-From then on every request to end arrives as one exception in the main thread, once; `finally` blocks do the rest. This
-file imports the standard library only: a signal that comes while torch is being imported must find its handler.
+`trl_atropos.train` calls `die_with_launcher` before anything else and `install_handlers` before it
+starts a service. From then on every request to end arrives as one exception in the main thread,
+once; `finally` blocks do the rest. This file imports the standard library only: a signal that comes
+while torch is being imported must find its handler.
 """
 
 import os
@@ -21,8 +23,9 @@ LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun", "trl-atropos"
 LAUNCHER_MODULES = ("accelerate", "torch.distributed", "trl_atropos.cli")
 LAUNCHER_FOLDERS = ("/accelerate/commands/", "/torch/distributed/")
 
-# Signals within this time after the first count as part of it. One Ctrl-C sends several: the terminal's, the one that
-# torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1 s later).
+# Signals within this time after the first count as part of it. One Ctrl-C sends several: the
+# terminal's, the one that torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1
+# s later).
 ECHO_SECONDS = 5.0
 
 
@@ -38,7 +41,7 @@ class Interrupted(SystemExit):
 class _State:
     installed: bool = False
     ending: bool = False  # the exception was raised: nothing may disturb the clean-up
-    depth: int = 0  # of `deferred` blocks
+    depth: int = 0  # of nested `deferred` blocks
     kept: BaseException | None = None  # raised when the outermost `deferred` block ends
     kept_at: float = 0.0
     from_thread: BaseException | None = None  # given to `interrupt_main_with`
@@ -48,34 +51,42 @@ _state = _State()  # one for the process, to which signal handlers belong
 
 
 def die_with_launcher() -> None:
-    """Has the kernel send SIGTERM to this process when the launcher that started it dies: `accelerate launch` passes
-    no signals on. Does nothing under another parent, such as `nohup ... &`. Call it first, from the main thread."""
+    """Makes the kernel send SIGTERM to this process when the launcher that started it dies:
+    `accelerate launch` passes no signals on. Does nothing under another parent, such as `nohup ...
+    &`. Call it first, from the main thread."""
     parent = os.getppid()
     try:
-        command = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+        command = Path(f"/proc/{parent}/cmdline").read_text(errors="replace")
     except OSError:  # it is gone, or another user's
         return
-    if _runs_launcher(command):
+    if _runs_launcher(command.rstrip("\0").split("\0")):
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the line above
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _runs_launcher(argv: list[str]) -> bool:
-    """Whether a command line runs a launcher, as a script, a module or one of their files."""
+    """Returns whether a command line runs a launcher, as a script, a module or one of their
+    files."""
     if "python" in os.path.basename(argv[0]):
         argv = argv[1:]
     while argv and argv[0].startswith("-") and argv[0] != "-m":
-        argv = argv[2:] if argv[0] in ("-X", "-W") else argv[1:]
-    if len(argv) > 1 and argv[0] == "-m":
-        return any(argv[1] == name or argv[1].startswith(f"{name}.") for name in LAUNCHER_MODULES)
-    script = argv[0] if argv else ""
-    return os.path.basename(script) in LAUNCHER_SCRIPTS or any(folder in script for folder in LAUNCHER_FOLDERS)
+        takes_value = argv[0] in ("-X", "-W")
+        argv = argv[2:] if takes_value else argv[1:]
+    if not argv:
+        return False
+    if argv[0] == "-m" and len(argv) > 1:
+        module = argv[1]
+        return any(module == name or module.startswith(f"{name}.") for name in LAUNCHER_MODULES)
+    if os.path.basename(argv[0]) in LAUNCHER_SCRIPTS:
+        return True
+    return any(folder in argv[0] for folder in LAUNCHER_FOLDERS)
 
 
 def install_handlers() -> None:
-    """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a shell's `&` left SIGINT
-    ignored. Later signals are ignored, or that of `die_with_launcher` would break the clean-up after a Ctrl-C."""
+    """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, even if a shell's
+    `&` left SIGINT ignored. Ignores later signals: that of `die_with_launcher` would break the
+    clean-up after a Ctrl-C."""
     global _state
     _state = _State(installed=True)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -87,10 +98,12 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
     state = _state
     if state.ending:
         return
-    error, state.from_thread = state.from_thread or Interrupted(signum), None
+    error = state.from_thread or Interrupted(signum)
+    state.from_thread = None
     if state.depth > 0:
         if state.kept is None:
-            state.kept, state.kept_at = error, time.monotonic()
+            state.kept = error
+            state.kept_at = time.monotonic()
             return
         if time.monotonic() - state.kept_at < ECHO_SECONDS:
             return
@@ -100,14 +113,14 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Keeps signals that arrive inside the block until it ends. A second signal, at least `ECHO_SECONDS` after the
-    first, raises at once: the way out of a block that hangs."""
+    """Keeps signals that arrive inside the block until it ends. A second signal, at least
+    `ECHO_SECONDS` after the first, raises at once: the way out of a block that hangs."""
     state = _state
     if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
         return
     if not state.installed:
-        with _ctrl_c_kept():
+        with _ctrl_c_deferred():
             yield
         return
     state.depth += 1
@@ -121,30 +134,32 @@ def deferred() -> Iterator[None]:
 
 
 @contextmanager
-def _ctrl_c_kept() -> Iterator[None]:
-    """`deferred` in a program without our handlers: keeps a first Ctrl-C. A second one reaches the program at once."""
-    usual = signal.getsignal(signal.SIGINT)
-    if not callable(usual):  # ignored, left to the system, or set from outside of Python
+def _ctrl_c_deferred() -> Iterator[None]:
+    """Keeps a first Ctrl-C until the block ends, in a program without our handlers. A second one
+    reaches the program at once."""
+    usual_handler = signal.getsignal(signal.SIGINT)
+    if not callable(usual_handler):  # ignored, left to the system, or set from outside of Python
         yield
         return
-    came: list[int] = []
+    interrupts: list[int] = []
 
     def keep(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
-        if len(came) > 1:
-            usual(signum, frame)
+        interrupts.append(signum)
+        if len(interrupts) > 1:
+            usual_handler(signum, frame)
 
     signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-        if len(came) == 1:
-            usual(signal.SIGINT, None)
+        signal.signal(signal.SIGINT, usual_handler)
+        if len(interrupts) == 1:
+            usual_handler(signal.SIGINT, None)
 
 
 def interrupt_main_with(error: BaseException) -> None:
-    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up."""
+    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during
+    a clean-up."""
     assert _state.installed, "call install_handlers() first: without it, SIGTERM ends the process"
     _state.from_thread = error
     # A signal to the main thread itself also ends the system call that it is blocked in.

@@ -1,1 +1,2 @@
-"""How tensors travel between processes. The trainer and the server both import this room, which needs torch alone."""
+"""Moves tensors between processes. The trainer and the server both import this room, which needs
+torch alone."""

@@ -1,8 +1,8 @@
-"""A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
+"""Writes a checkpoint to its end or not at all, and loads the one that a run resumes from.
 
-`AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything
-that takes long; then the trainer calls `load_weights` or `load_adapters`, and loads the optimizer's state within
-`optimizer_resumed`.
+`AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole`
+before anything that takes long. Then the trainer calls `load_weights` or `load_adapters`, and loads
+the optimizer's state within `optimizer_resumed`.
 """
 
 import json
@@ -51,7 +51,8 @@ ANOTHER = "Resume from another checkpoint (`resume_from_checkpoint`)."
 PEFT_DEFAULT = "default"  # the adapter that PEFT saves in the folder itself, and others below it
 # Settings of an adapter that change what the same tensors compute.
 SCALING = ("peft_type", "lora_alpha", "alpha_pattern", "alpha", "scaling", "use_rslora", "use_dora")
-SETTINGS = {  # entries of an optimizer's groups that are set by a run's settings, and the names of those
+# entries of an optimizer's groups that are set by a run's settings, and the names of those
+SETTINGS = {
     "initial_lr": "learning_rate",
     "weight_decay": "weight_decay",
     "betas": "adam_beta1, adam_beta2",
@@ -60,8 +61,10 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
 
 
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
-    """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing half written."""
-    folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing
+    half written."""
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    folder = Path(trainer._get_output_dir(None), name)
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
     write = disk_errors(folder, "The checkpoint")(write)
     try:
@@ -77,7 +80,8 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
 
 @contextmanager
 def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
-    """Raises `SaveError`, with the reason, where the operating system refuses to write `what` to `folder`."""
+    """Raises `SaveError`, with the reason, if the operating system refuses to write `what` to
+    `folder` within."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -85,13 +89,15 @@ def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
         if reason is None:
             raise
         raise SaveError(
-            f"{what} could not be written to {folder}: {reason}. The checkpoints before it are whole. Make room (or "
-            "lower `save_total_limit`), or let this user write there, and resume."
+            f"{what} could not be written to {folder}: {reason}. The checkpoints before it are "
+            "whole. Make room (or lower `save_total_limit`), or let this user write there, and "
+            "resume."
         ) from error
 
 
 def _refusal(folder: str | Path, error: Exception) -> str | None:
-    """Why the disk takes no more: torch does not say ("file write failed"), so that a file is written to learn it."""
+    """Returns why the disk takes no more, `None` if it does. Torch only says "file write failed":
+    then we write a file to learn the reason."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     try:
@@ -101,11 +107,14 @@ def _refusal(folder: str | Path, error: Exception) -> str | None:
             file.flush()
     except OSError as refusal:
         return refusal.strerror or str(refusal)
-    return str(error) if isinstance(error, SafetensorError) else None
+    if isinstance(error, SafetensorError):
+        return str(error)
+    return None
 
 
 def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
-    """The trainer's state, which is written last; `None` if the checkpoint was not written to its end."""
+    """Returns the trainer's state, which is written last. `None` if the checkpoint was not written
+    to its end."""
     try:
         return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -113,13 +122,19 @@ def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
 
 
 def step_of(checkpoint: str | None) -> int:
-    """The optimizer steps that made a checkpoint; 0 for a model without a trainer's state."""
-    state = None if checkpoint is None else state_of(checkpoint)
-    return 0 if state is None else state["global_step"]
+    """Returns the optimizer steps that made a checkpoint; 0 for a model without a trainer's
+    state."""
+    if checkpoint is None:
+        return 0
+    state = state_of(checkpoint)
+    if state is None:
+        return 0
+    return state["global_step"]
 
 
 def merged_model(model: str, folder: str) -> str:
-    """The model, or if it is an adapter's folder, that adapter merged into its base and saved in `folder`."""
+    """Returns `model`. If it is the folder of an adapter, merges it into its base, saves that in
+    `folder`, and returns `folder`."""
     if not Path(model, ADAPTER_CONFIG_NAME).exists():
         return model
     merged = AutoPeftModelForCausalLM.from_pretrained(model, dtype="auto").merge_and_unload()
@@ -130,178 +145,245 @@ def merged_model(model: str, folder: str) -> str:
 
 
 def whole_checkpoints(output_dir: str) -> list[int]:
-    """Steps of the checkpoints in `output_dir` whose saving was not interrupted."""
+    """Returns the steps of the checkpoints in `output_dir` whose saving was not interrupted."""
     steps = []
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdigit() and state_of(folder) is not None:
-            steps.append(int(step))
-        elif step.isdigit():
+    for step, folder in checkpoint_folders(output_dir):
+        if state_of(folder) is None:
             logger.warning("Passed over %s: its saving was interrupted.", folder)
+        else:
+            steps.append(step)
     return steps
 
 
+def checkpoint_folders(output_dir: str) -> list[tuple[int, Path]]:
+    """Returns the steps and folders of all checkpoints, whole or not, in the order of their
+    steps."""
+    folders = []
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdigit() and folder.is_dir():
+            folders.append((int(step), folder))
+    return sorted(folders)
+
+
 def require_whole(checkpoint: str | Path) -> None:
-    """Raises `CheckpointError` if a file to go on from is torn or missing. Reads only the ends of files."""
+    """Raises `CheckpointError` if a file to resume from is torn or missing. Reads only the ends of
+    files."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         what = f"There is no checkpoint in {folder}, which is no folder"
         raise CheckpointError(what, str(folder), "Check `resume_from_checkpoint`.", "checkpoint")
     for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
         try:
-            zipfile.ZipFile(path).close()  # torch writes archives, which end with their table of contents
+            # torch writes archives, which end with their table of contents
+            zipfile.ZipFile(path).close()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"{path} cannot be read ({error}): it was damaged, or not written to the end"
             raise CheckpointError(what, str(path), ANOTHER, "checkpoint") from error
-    there = {name: (folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
-    if not _sharded(folder) and len(set(there.values())) > 1:
-        lacking, other = sorted(there, key=there.get)
-        raise CheckpointError(f"{folder} has {other}, but no {lacking}: it was damaged", other, ANOTHER, "checkpoint")
+    if _sharded(folder):
+        return
+    for lacking, other in ((OPTIMIZER_NAME, SCHEDULER_NAME), (SCHEDULER_NAME, OPTIMIZER_NAME)):
+        if (folder / other).exists() and not (folder / lacking).exists():
+            what = f"{folder} has {other}, but no {lacking}: it was damaged"
+            raise CheckpointError(what, other, ANOTHER, "checkpoint")
 
 
 def _sharded(folder: Path) -> bool:
-    """Returns whether DeepSpeed or FSDP saved the checkpoint: they keep the optimizer's state in folders."""
+    """Returns whether DeepSpeed or FSDP saved the checkpoint: they keep the optimizer's state in
+    folders."""
     folders = [path for path in folder.iterdir() if path.is_dir()]
     return any(not (path / ADAPTER_CONFIG_NAME).exists() for path in folders)
 
 
 def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
-    """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the other way round."""
+    """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the
+    other way round."""
     folder = Path(checkpoint)
-    of_adapter, of_model = bool(adapters_in(folder)), any(folder.glob("model*.safetensors"))
+    of_adapter = bool(adapters_in(folder))
+    of_model = any(folder.glob("model*.safetensors"))
     if of_adapter in (of_model, adapter):
         return
-    held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
+    saved = "an adapter"
+    trained = "the whole model"
+    fix = "Set `use_peft: true` and the adapter's settings"
     if adapter:
-        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
-    what = f"The checkpoint in {folder} is of {held}, and this run trains {trained}"
+        saved = "a whole model"
+        trained = "an adapter"
+        fix = "Leave `use_peft` out"
+    what = f"The checkpoint in {folder} is of {saved}, and this run trains {trained}"
     fix += " as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew."
-    raise CheckpointError(what, seen=held, fix=fix, code="checkpoint")
+    raise CheckpointError(what, seen=saved, fix=fix, code="checkpoint")
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups without their parameters: the learning rate, and what else there is to set."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Returns the optimizer's groups without their parameters: the learning rate and other
+    hyperparameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items() if name != "params"})
+    return groups
 
 
 @contextmanager
-def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Around the loading of the state of optimizer and schedule, which brings the settings of the run that saved it:
-    afterwards, those of this run are in force. `fresh` are `groups_of` the optimizer before."""
+def optimizer_resumed(
+    trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Puts the settings of this run in force, after the state of optimizer and schedule was loaded
+    within.
+
+    The state brings the settings of the run that saved it. `fresh` are `groups_of` the optimizer
+    before. Raises `CheckpointError` if the state is that of another optimizer or model.
+    """
     try:
         yield
-        kept = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
-        if trainer.is_world_process_zero() and not kept:
-            message = "%s holds no state of the optimizer and its schedule (`save_only_model: true`): both begin anew."
+        has_state = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
+        if trainer.is_world_process_zero() and not has_state:
+            message = (
+                "%s holds no state of the optimizer and its schedule (`save_only_model: "
+                "true`): both begin anew."
+            )
             logger.warning(message, checkpoint)
-        within = trainer.optimizer.optimizer  # of accelerate's
-        loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
-        # Torch takes the state of any optimizer for its own. A newer version of one optimizer only adds entries.
-        for before, after in zip(fresh, loaded, strict=True):
-            ours, theirs = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
-            if ours and theirs:
-                raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
+        optimizer = trainer.optimizer.optimizer  # within accelerate's
+        if isinstance(optimizer, MasterOptimizer):
+            optimizer = optimizer.inner
+        # Torch takes the state of any optimizer for its own. A newer version of one optimizer only
+        # adds entries.
+        for fresh_group, loaded_group in zip(fresh, groups_of(optimizer), strict=True):
+            lacking = sorted(fresh_group.keys() - loaded_group.keys())
+            foreign = sorted(loaded_group.keys() - fresh_group.keys())
+            if lacking and foreign:
+                raise ValueError(f"it has {', '.join(foreign)} in place of {', '.join(lacking)}")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
-            f"The optimizer's state in {checkpoint} is not that of `optim: {trainer.args.optim.value}` on this model "
-            f"({error}). Resume with the `optim` and the trained parameters of the run that saved it, or begin anew "
-            "with it as `model_name_or_path`, without `resume_from_checkpoint`."
+            f"The optimizer's state in {checkpoint} is not that of `optim: "
+            f"{trainer.args.optim.value}` on this model ({error}). Resume with the `optim` and the "
+            "trained parameters of the run that saved it, or begin anew with it as "
+            "`model_name_or_path`, without `resume_from_checkpoint`."
         ) from error
     _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args or "")
 
 
 def _put_in_force(
-    fresh: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, optim_args: str
+    fresh: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    optim_args: str,
 ) -> None:
-    """Sets what this run's settings say, and its `optim_args`, in place of what the state brought along."""
-    named = {part.split("=")[0].strip() for part in optim_args.split(",")}
-    changed: dict[str, tuple[Any, Any]] = {}
-    for before, group in zip(fresh, optimizer.param_groups, strict=True):
-        for name in (SETTINGS.keys() | named) & before.keys() & group.keys():
-            if before[name] != group[name]:
-                changed.setdefault(SETTINGS.get(name, name), (group[name], before[name]))
-                group[name] = before[name]
+    """Replaces the hyperparameters that the state brought by those of this run's settings, and of
+    its `optim_args`."""
+    stated = {part.split("=")[0].strip() for part in optim_args.split(",")}
+    stated |= SETTINGS.keys()
+    changed: dict[str, tuple[Any, Any]] = {}  # setting -> its value in the checkpoint, and now
+    for fresh_group, group in zip(fresh, optimizer.param_groups, strict=True):
+        for name in stated & fresh_group.keys() & group.keys():
+            if fresh_group[name] != group[name]:
+                setting = SETTINGS.get(name, name)
+                changed.setdefault(setting, (group[name], fresh_group[name]))
+                group[name] = fresh_group[name]
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+        rates = []
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            rates.append(base * factor(scheduler.last_epoch))
+        scheduler._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     elif "learning_rate" in changed:
-        theirs, ours = changed["learning_rate"]
+        saved, value = changed["learning_rate"]
         raise CheckpointError(
-            f"`learning_rate: {ours}`, but the checkpoint was saved with {theirs}, from which a "
-            f"{type(scheduler).__name__} goes on. Set `learning_rate: {theirs}`, or another `lr_scheduler_type`."
+            f"`learning_rate: {value}`, but the checkpoint was saved with {saved}, from which a "
+            f"{type(scheduler).__name__} goes on. Set `learning_rate: {saved}`, or another "
+            "`lr_scheduler_type`."
         )
-    for name, (theirs, ours) in changed.items():
-        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, ours, theirs)
+    for name, (saved, value) in changed.items():
+        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, value, saved)
 
 
 @contextmanager
 def weight_errors(checkpoint: str | Path) -> Iterator[None]:
-    """Around the loading of weights. Raises `CheckpointError` if they cannot be read, or do not fit the model."""
+    """Raises `CheckpointError` if weights that are loaded within cannot be read, or do not fit the
+    model."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"The weights of the checkpoint in {checkpoint} cannot be read into this model "
-            f"({textwrap.shorten(str(error), 300)}). It was damaged, or saved with another model or adapter. {ANOTHER}"
+            f"({textwrap.shorten(str(error), 300)}). It was damaged, or saved with another model "
+            f"or adapter. {ANOTHER}"
         ) from error
 
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: str) -> None:
     """
-    Loads what `save_pretrained` has written, in place: parameters stay where they are, on any device, in any dtype.
+    Loads what `save_pretrained` has written, in place: parameters stay where they are, on any
+    device, in any dtype.
 
-    Transformers' own trainer passes over names in the files that the modules do not have. Some families are saved
-    under other names (GPT-NeoX' head, Mixtral's experts), and would go on with the weights that the model began with.
+    Transformers' own trainer passes over names in the files that the modules do not have. Some
+    families are saved under other names (GPT-NeoX' head, Mixtral's experts), and would go on with
+    the weights that the model began with.
     """
-    # float32 holds every dtype that is trained; `copy_` makes of it what it was.
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with weight_errors(folder):
-        saved, info = type(model).from_pretrained(folder, config=model.config, local_files_only=True, **options)
+        saved, info = type(model).from_pretrained(
+            folder,
+            config=model.config,
+            local_files_only=True,
+            # It holds every dtype that is trained, and `load_state_dict` copies into that.
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lacking:
         raise CheckpointError(
-            f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: {_named(lacking)}. "
-            f"It is of another model, or was damaged. {ANOTHER}"
+            f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: "
+            f"{_named(lacking)}. It is of another model, or was damaged. {ANOTHER}"
         )
     model.load_state_dict(saved.state_dict())
 
 
 def _named(names: Sequence[str]) -> str:
     """Returns the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
-# ---------------------------------------------------------------------------------------------------------- adapters
+# ----------------------------------------------------------------------------------------- adapters
 
 
 def adapters_in(checkpoint: str | Path) -> list[str]:
     """Returns the names of the adapters that a checkpoint holds."""
-    folders = [path.name for path in sorted(Path(checkpoint).iterdir()) if path.is_dir()]
-    names = [PEFT_DEFAULT, *folders]
-    return [name for name in names if (adapter_folder(checkpoint, name) / ADAPTER_CONFIG_NAME).exists()]
+    names = [PEFT_DEFAULT]
+    for path in sorted(Path(checkpoint).iterdir()):
+        if path.is_dir():
+            names.append(path.name)
+    return [
+        name for name in names if (adapter_folder(checkpoint, name) / ADAPTER_CONFIG_NAME).exists()
+    ]
 
 
 def adapter_folder(checkpoint: str | Path, name: str) -> Path:
-    """Returns where `PeftModel.save_pretrained` writes an adapter."""
-    return Path(checkpoint) if name == PEFT_DEFAULT else Path(checkpoint, name)
+    """Returns the folder to which `PeftModel.save_pretrained` writes an adapter."""
+    if name == PEFT_DEFAULT:
+        return Path(checkpoint)
+    return Path(checkpoint, name)
 
 
 @torch.no_grad()
 def load_adapters(model: PeftModel, checkpoint: str) -> None:
     """
-    Loads every adapter of the model by its name, in place: parameters stay where they are, on any device, in any
-    dtype. Nothing is written unless all adapters fit.
+    Loads every adapter of the model by its name, in place: parameters stay where they are, on any
+    device, in any dtype. Nothing is written unless all adapters fit.
 
-    As soon as a folder below the checkpoint holds an adapter (TRL's reference, `ref`), Transformers' own trainer reads
-    those folders only. It passes over `default`, which is trained and lies in the checkpoint itself.
+    As soon as a folder below the checkpoint holds an adapter (TRL's reference, `ref`),
+    Transformers' own trainer reads those folders only. It passes over `default`, which is trained
+    and lies in the checkpoint itself.
 
     Raises:
-        CheckpointError: An adapter is missing, or is not the one that the model has; or, compared after the load, a
-            tensor of the model is not that of the file, bit for bit in the dtype of the model.
+        CheckpointError: An adapter is missing, or is another one than the model's. Or after the
+            load, a tensor of the model is not that of the file, bit for bit in the model's dtype.
     """
     saved = {name: _read_adapter(model, name, checkpoint) for name in model.peft_config}
     for name, tensors in saved.items():
@@ -310,34 +392,48 @@ def load_adapters(model: PeftModel, checkpoint: str) -> None:
     for name, tensors in saved.items():
         _write_adapter(model, name, tensors)
         for key, place in _places(model, name, tensors).items():
-            if not torch.equal(place, tensors[key].to(device=place.device, dtype=place.dtype)):
+            if not _equal_in(place, tensors[key]):
                 raise CheckpointError(
-                    f"After loading the adapter {name!r} from {checkpoint}, {key} is not what the file holds: an "
-                    f"adapter of type {model.peft_config[name].peft_type.value} cannot be resumed. Begin anew from "
-                    "it, without `resume_from_checkpoint`."
+                    f"After loading the adapter {name!r} from {checkpoint}, {key} is not what the "
+                    f"file holds: an adapter of type {model.peft_config[name].peft_type.value} "
+                    "cannot be resumed. Begin anew from it, without `resume_from_checkpoint`."
                 )
     further = sorted(set(adapters_in(checkpoint)) - saved.keys())
     if further:
-        logger.info("%s also holds adapters that this model does not have: %s.", checkpoint, ", ".join(further))
+        message = "%s also holds adapters that this model does not have: %s."
+        logger.info(message, checkpoint, ", ".join(further))
 
 
-def require_adapter_loaded(model: torch.nn.Module, accelerator: Accelerator, checkpoint: str) -> None:
-    """Raises `CheckpointError`, on every rank, unless the trained adapter is the one in the checkpoint, bit for bit:
-    DeepSpeed and FSDP load it by themselves, from files of their own, and pass over names that they do not find."""
+def _equal_in(place: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Returns whether a saved tensor is that of the model, in the model's dtype."""
+    return torch.equal(place, saved.to(device=place.device, dtype=place.dtype))
+
+
+def require_adapter_loaded(
+    model: torch.nn.Module, accelerator: Accelerator, checkpoint: str
+) -> None:
+    """Raises `CheckpointError`, on every rank, unless the trained adapter is that of the
+    checkpoint, bit for bit.
+
+    DeepSpeed and FSDP load it by themselves, from files of their own, and pass over names that they
+    do not find.
+    """
     name = trained_adapter(unwrap(model))
     file = adapter_folder(checkpoint, name) / ADAPTER_SAFE_WEIGHTS_NAME
-    if not file.exists():  # as where FSDP saves shards alone
+    if not file.exists():  # FSDP may save shards alone
         return
     with weight_errors(checkpoint):
         saved = load_file(file)
     different = []
-    for key, tensor in iter_adapter_parameters(model, accelerator):  # to the end, because all ranks gather
-        if key not in saved or not torch.equal(saved[key].to(device=tensor.device, dtype=tensor.dtype), tensor):
+    # to the end, because all ranks gather
+    for key, tensor in iter_adapter_parameters(model, accelerator):
+        if key not in saved or not _equal_in(tensor, saved[key]):
             different.append(key)
     if different:
         raise CheckpointError(
-            f"After loading the checkpoint in {checkpoint}, {len(different)} tensors of the adapter {name!r} are not "
-            f"those of its file: {_named(different)}. Resume with the adapter and sharding of the run that saved it."
+            f"After loading the checkpoint in {checkpoint}, {len(different)} tensors of the "
+            f"adapter {name!r} are not those of its file: {_named(different)}. Resume with the "
+            "adapter and sharding of the run that saved it."
         )
 
 
@@ -346,106 +442,138 @@ def _read_adapter(model: PeftModel, name: str, checkpoint: str) -> dict[str, tor
     folder = adapter_folder(checkpoint, name)
     files = [folder / file for file in (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)]
     if not any(file.exists() for file in files):
-        held = ", ".join(adapters_in(checkpoint)) or "none"
+        names = ", ".join(adapters_in(checkpoint)) or "none"
         raise CheckpointError(
-            f"The checkpoint in {checkpoint} lacks the adapter {name!r} of this model: {files[0]} is not there",
-            seen=f"adapters in the checkpoint: {held}",
-            fix="Give the model the adapters of the run that saved it, under the same names, and the same `beta` "
-            "(above 0, TRL adds the adapter `ref` to a `PeftModel`).",
+            f"The checkpoint in {checkpoint} lacks the adapter {name!r} of this model: {files[0]} "
+            "is not there",
+            seen=f"adapters in the checkpoint: {names}",
+            fix="Give the model the adapters of the run that saved it, under the same names, and "
+            "the same `beta` (above 0, TRL adds the adapter `ref` to a `PeftModel`).",
             code="checkpoint",
         )
     with weight_errors(checkpoint):
-        theirs = vars(PeftConfig.from_pretrained(str(folder)))
+        saved_config = vars(PeftConfig.from_pretrained(str(folder)))
         tensors = load_peft_weights(str(folder), device="cpu")
-    ours = vars(model.peft_config[name])
+    config = vars(model.peft_config[name])
     for field in SCALING:
-        before, now = theirs.get(field), ours.get(field)
-        if (before or None) != (now or None):  # a pattern may be empty or absent
+        saved = saved_config.get(field)
+        value = config.get(field)
+        if (saved or None) != (value or None):  # a pattern may be empty or absent
             raise CheckpointError(
-                f"The adapter {name!r} in {checkpoint} was saved with `{field}: {before}`, and this run has "
-                f"`{field}: {now}`: the same tensors would be another policy. Resume with the saved value, or begin "
-                "anew from the adapter, without `resume_from_checkpoint`."
+                f"The adapter {name!r} in {checkpoint} was saved with `{field}: {saved}`, and "
+                f"this run has `{field}: {value}`: the same tensors would be another policy. "
+                "Resume with the saved value, or begin anew from the adapter, without "
+                "`resume_from_checkpoint`."
             )
     return tensors
 
 
-def _places(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _places(
+    model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Returns the model's own tensors of an adapter, by the names that PEFT saves them under."""
-    own = model.state_dict(keep_vars=True)
-    places = get_peft_model_state_dict(model, own, name, save_embedding_layers=False)
+    state = model.state_dict(keep_vars=True)
+    places = get_peft_model_state_dict(model, state, name, save_embedding_layers=False)
     # PEFT also saves embeddings that an adapter is on, or that were resized.
-    with_embeddings = get_peft_model_state_dict(model, own, name, save_embedding_layers=True)
-    further = with_embeddings.keys() - places.keys()
-    return with_embeddings if further & tensors.keys() else places
+    with_embeddings = get_peft_model_state_dict(model, state, name, save_embedding_layers=True)
+    embeddings = with_embeddings.keys() - places.keys()
+    if embeddings & tensors.keys():
+        return with_embeddings
+    return places
 
 
 def _require_equal_names(
-    places: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], name: str, checkpoint: str
+    places: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    checkpoint: str,
 ) -> None:
-    both = places.keys() & tensors.keys()
-    shapes = {key: (list(tensors[key].shape), list(places[key].shape)) for key in both}
-    others = [f"{key} ({saved} there, {own} here)" for key, (saved, own) in sorted(shapes.items()) if saved != own]
-    for what, wrong in (
-        ("lacks tensors of the adapter {}", sorted(places.keys() - tensors.keys())),
-        ("has tensors for the adapter {} that this model does not have", sorted(tensors.keys() - places.keys())),
-        ("has the adapter {} in other shapes", others),
-    ):
-        if wrong:
+    """Raises `CheckpointError` unless the model and the file have tensors of the same names and
+    shapes."""
+    reshaped = []
+    for key in sorted(places.keys() & tensors.keys()):
+        saved_shape = list(tensors[key].shape)
+        own_shape = list(places[key].shape)
+        if saved_shape != own_shape:
+            reshaped.append(f"{key} ({saved_shape} there, {own_shape} here)")
+    problems = {
+        f"lacks tensors of the adapter {name!r}": sorted(places.keys() - tensors.keys()),
+        f"has tensors for the adapter {name!r} that this model does not have": sorted(
+            tensors.keys() - places.keys()
+        ),
+        f"has the adapter {name!r} in other shapes": reshaped,
+    }
+    for problem, keys in problems.items():
+        if keys:
             raise CheckpointError(
-                f"The checkpoint in {checkpoint} {what.format(repr(name))}: {_named(wrong)}. Resume with the base "
-                "model, target modules and ranks of the run that saved it."
+                f"The checkpoint in {checkpoint} {problem}: {_named(keys)}. "
+                "Resume with the base model, target modules and ranks of the run that saved it."
             )
 
 
 def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
     places = _places(model, name, tensors)
-    own = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    if all(id(place) in own for place in places.values()):
+    own_ids = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    if all(id(place) in own_ids for place in places.values()):
         for key, place in places.items():
             place.copy_(tensors[key])
-    else:  # PEFT computes what it saves, as of prompts
+    else:  # PEFT computes what it saves, for example of prompts
         set_peft_model_state_dict(model, dict(tensors), name)
 
 
-# ------------------------------------------------------------------------------------ the model that a run begins with
+# ----------------------------------------------------------------- the model that a run begins with
 
 
 def require_trainable(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` if the model cannot be loaded and trained. `trusted`: code that comes with it may run."""
+    """Raises `RecipeError` if the model cannot be loaded and trained. If it is `trusted`, code that
+    comes with it may run."""
     name = model.model_name_or_path
     require_whole_model(name)
     try:
-        config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=trusted)
-    except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
+        config = AutoConfig.from_pretrained(
+            name, revision=model.model_revision, trust_remote_code=trusted
+        )
+    # not there, or of an architecture that transformers does not know
+    except (OSError, ValueError) as error:
         raise RecipeError(
             f"The model {name!r} cannot be loaded: {_first_sentence(error)}",
             seen=f"model_name_or_path: {name}",
-            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python recipes/"
-            "quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has cached.",
+            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made "
+            "by `python recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this "
+            "machine can download or has cached.",
             code="model",
         ) from error
-    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
+    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have it
     if config.is_encoder_decoder:
-        wrong = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
+        problem = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
         fix = "Take a causal language model."
     elif quantised is not None and not model.use_peft:
-        wrong = f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and take no gradient"
-        fix = "Take the checkpoint that it was made from, or train an adapter beside them (`use_peft: true`)."
+        problem = (
+            f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and "
+            "take no gradient"
+        )
+        fix = (
+            "Take the checkpoint that it was made from, or train an adapter beside them "
+            "(`use_peft: true`)."
+        )
     elif not config.architectures:
-        wrong = "its config.json names no architecture"
+        problem = "its config.json names no architecture"
         fix = 'Add `"architectures"`, such as ["Qwen3ForCausalLM"].'
     else:
-        wrong, fix = _missing_class(config, name, model.model_revision, trusted)
-    if wrong:
-        what = f"The model {name!r} cannot be trained: {wrong}"
+        problem, fix = _missing_class(config, name, model.model_revision, trusted)
+    if problem:
+        what = f"The model {name!r} cannot be trained: {problem}"
         raise RecipeError(what, seen=f"model_name_or_path: {name}", fix=fix, code="model")
 
 
 def require_untied(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` for an adapter on one side of tied embeddings, which a server holds as one tensor."""
-    targets = model.lora_target_modules or ()
-    named = {targets} if isinstance(targets, str) else set(targets)
-    ends = sorted({EMBEDDING, HEAD} & (named | set(model.lora_modules_to_save or ())))
+    """Raises `RecipeError` for an adapter on one of two tied embeddings, which a server holds as
+    one tensor."""
+    targets = model.lora_target_modules or []
+    if isinstance(targets, str):
+        targets = [targets]
+    modules = {*targets, *(model.lora_modules_to_save or [])}
+    ends = sorted({EMBEDDING, HEAD} & modules)
     if not ends:
         return
     config = AutoConfig.from_pretrained(
@@ -453,30 +581,40 @@ def require_untied(model: ModelConfig, trusted: bool) -> None:
     )
     if config.tie_word_embeddings:
         raise RecipeError(
-            f"The adapter is on {ends[0]!r}, which is one tensor with the other embedding of this model "
-            "(`tie_word_embeddings`), and would train one of them alone",
+            f"The adapter is on {ends[0]!r}, which is one tensor with the other embedding of this "
+            "model (`tie_word_embeddings`), and would train one of them alone",
             seen=f"lora_target_modules, lora_modules_to_save: {', '.join(ends)}",
-            fix=f"Remove {ends[0]!r} there. From Python, `LoraConfig(modules_to_save=['{EMBEDDING}'], "
-            "ensure_weight_tying=True)` trains both as one, with `vllm_mode: server`.",
+            fix=f"Remove {ends[0]!r} there. From Python, "
+            f"`LoraConfig(modules_to_save=['{EMBEDDING}'], ensure_weight_tying=True)` trains "
+            "both as one, with `vllm_mode: server`.",
             code="adapter",
         )
 
 
 def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:
-    """Which of the model's classes cannot be loaded, and what to do; two empty texts if all can."""
-    known = hasattr(transformers, config.architectures[0])
-    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")  # a class that the checkpoint brings
+    """Returns which of the model's classes cannot be loaded, and a fix; two empty texts if all
+    can."""
+    in_transformers = hasattr(transformers, config.architectures[0])
+    # a class that the checkpoint brings
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     try:
-        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            wrong = f"transformers has no causal language model for {config.model_type}, and no processor of images "
-            wrong, fix = f"{wrong}is with it", "Take the whole checkpoint, or one of the language model alone."
-            transformers.AutoProcessor.from_pretrained(name, revision=revision)  # TRL's trainer needs that of images
-        elif code is not None and trusted and not known:
-            wrong = f"the code that comes with it does not run with transformers {transformers.__version__}"
+        if in_transformers and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            problem = (
+                f"transformers has no causal language model for {config.model_type}, and no "
+                "processor of images is with it"
+            )
+            fix = "Take the whole checkpoint, or one of the language model alone."
+            # TRL's trainer needs that of images
+            transformers.AutoProcessor.from_pretrained(name, revision=revision)
+        elif code is not None and trusted and not in_transformers:
+            problem = (
+                "the code that comes with it does not run with transformers "
+                f"{transformers.__version__}"
+            )
             fix = "Take a model whose class transformers has."
             get_class_from_dynamic_module(code, name, revision=revision)
     except (ImportError, OSError, ValueError, AttributeError) as error:
-        return f"{wrong} ({_first_sentence(error)})", fix
+        return f"{problem} ({_first_sentence(error)})", fix
     return "", ""
 
 

@@ -1,8 +1,10 @@
-"""`vllm_mode: colocate`: the trainer's parameters are views of the server's memory. Nothing is ever moved.
+"""`vllm_mode: colocate`: the trainer's parameters are views of the server's memory. Nothing is ever
+moved.
 
-The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view.
-The optimizer writes into the server's memory while the server is paused. Of a model with an adapter, the frozen base
-is shared (`lora.py`). Where memory cannot be shared, weights are copied on the device (`full_weights.py`).
+The model is loaded as usual, compared bit for bit with the server's, and then each parameter is
+replaced by a view. The optimizer writes into the server's memory while the server is paused. If the
+model has an adapter, only its frozen base is shared (`lora.py`). If memory cannot be shared,
+weights are copied on the device (`full_weights.py`).
 """
 
 import logging
@@ -18,9 +20,9 @@ from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import mps_runs
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
 from trl_atropos.weights.full_weights import FullWeights
-from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.lora import MemoryLora
 from trl_atropos.weights.transfer import Transfer, open_views
 
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Colocate(Transfer):
-    """Each rank trains the memory of a server of its own, on its own device."""
+    """Trains, on each rank, the memory of a server of its own, on the rank's device."""
 
     steps_in_place = True
     adapter_way = "alone"
@@ -40,66 +42,92 @@ class Colocate(Transfer):
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
         self.servers.connect(one_per_rank=True)
         if args.device.type == "cpu":
-            # With several processes accelerate numbers it, and `model.to("cpu:0")` copies what is on "cpu".
-            PartialState().device = vars(args)["_setup_devices"] = torch.device("cpu")
+            # With several processes accelerate numbers the device, and `model.to("cpu:0")` copies
+            # what is on "cpu".
+            device = torch.device("cpu")
+            PartialState().device = device
+            vars(args)["_setup_devices"] = device
         info = self.servers.infos[0]
         refusals = info.refusals
-        model = load_model(model, args, None if refusals else info.dtype)
+        dtype = None if refusals else info.dtype
+        model = load_model(model, args, dtype)
         if not isinstance(model, PreTrainedModel):
             raise AttachError(
-                f"`model` is a {type(model).__name__}. vllm_mode='colocate' needs a name, a folder or a plain "
-                "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`). To go on from a trained one, use "
-                "`nccl_lora`, `lora` or `server`."
+                f"`model` is a {type(model).__name__}. vllm_mode='colocate' needs a name, a folder "
+                "or a plain `PreTrainedModel`; pass adapters as `peft_config` (`use_peft`). To go "
+                "on from a trained one, use `nccl_lora`, `lora` or `server`."
             )
         if not refusals:
-            together(lambda: check_dtype({parameter.dtype for parameter in model.parameters()}, info.dtype))
+            dtypes = {parameter.dtype for parameter in model.parameters()}
+            together(lambda: check_dtype(dtypes, info.dtype))
             self.servers.hold_leases()
             refusals = together(lambda: self._attach_views(model))
-        if refusals:
-            logger.warning(
-                "The weights of the server at %s cannot be shared (%s%s). Falling back to a copy on the same device, "
-                "which holds them twice.",
-                self.servers.clients[0].url,
-                "; ".join(refusals[:3]),
-                f" and {len(refusals) - 3} more" if len(refusals) > 3 else "",
-            )
-            lora = peft_config is not None and info.lora is not None
-            return (MemoryLora if lora else FullWeights)(self.servers, "memory"), model
-        return (self if peft_config is None else MemoryLora(self.servers, "memory", base=self)), model
+        if not refusals:
+            if peft_config is None:
+                return self, model
+            return MemoryLora(self.servers, "memory", base=self), model
+        reasons = "; ".join(refusals[:3])
+        if len(refusals) > 3:
+            reasons += f" and {len(refusals) - 3} more"
+        logger.warning(
+            "The weights of the server at %s cannot be shared (%s). Falling back to a copy on the "
+            "same device, which holds them twice.",
+            self.servers.clients[0].url,
+            reasons,
+        )
+        if peft_config is not None and info.lora is not None:
+            return MemoryLora(self.servers, "memory"), model
+        return FullWeights(self.servers, "memory"), model
 
     def _attach_views(self, model: PreTrainedModel) -> list[str]:
-        """Replaces the parameters by views. If it cannot be done, returns why not and replaces nothing."""
+        """Replaces the parameters by views, or nothing if one parameter has no view. Returns the
+        reasons why not."""
         (client,) = self.servers.clients
         try:
-            views, refused = open_views(model.named_parameters(), client.attach(CheckpointPlan(model).specs()))
+            attachment = client.attach(CheckpointPlan(model).specs())
+            views, refused = open_views(model.named_parameters(), attachment)
         except AttachError as error:
             served = self.servers.infos[0].model
-            raise AttachError(f"{error} (The server has {served}, the trainer {model.name_or_path}.)") from error
+            raise AttachError(
+                f"{error} (The server has {served}, the trainer {model.name_or_path}.)"
+            ) from error
         if not refused:
             replace(model, views)
             self.views = views
             size = sum(view.nbytes for view in views.values()) / 1e6
-            logger.info("attached %d parameters (%.1f MB) of %s, bit for bit equal", len(views), size, client.url)
+            logger.info(
+                "attached %d parameters (%.1f MB) of %s, bit for bit equal",
+                len(views),
+                size,
+                client.url,
+            )
         return [f"{name}: {reason}" for name, reason in refused.items()]
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
-        if trainer.accelerator.device.type == "cuda" and trainer.accelerator.is_main_process and not mps_runs():
-            logger.info("Trainer and server take turns on the GPU. NVIDIA's MPS ends that: `mps: true` starts it.")
+        accelerator = trainer.accelerator
+        on_gpu = accelerator.device.type == "cuda"
+        if on_gpu and accelerator.is_main_process and not mps_runs():
+            logger.info(
+                "Trainer and server take turns on the GPU. NVIDIA's MPS ends that: `mps: true` "
+                "starts it."
+            )
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        """As they were loaded, and after the first step: that this is the server's memory. `check` shows that it stays
-        so."""
+        """Returns all weights, compared as they were loaded and after the first step. The second
+        comparison proves that they are the server's memory, and `check` that they stay so."""
         return [fingerprinted_base(self._trainer, self.servers)._replace(times=2)]
 
     def check(self) -> None:
-        """Everything depends on the parameters still being the server's memory: checked before the step writes."""
-        present = {parameter.data_ptr() for parameter in self._trainer.model.parameters()}
-        lost = [name for name, view in self.views.items() if view.data_ptr() not in present]
+        """Raises `AttachError` if a parameter is no longer the server's memory. Called before a
+        step writes."""
+        addresses = {parameter.data_ptr() for parameter in self._trainer.model.parameters()}
+        lost = [name for name, view in self.views.items() if view.data_ptr() not in addresses]
         if lost:
             raise AttachError(
-                f"{len(lost)} parameters are no longer the server's memory (first: {lost[0]!r}). Something replaced "
-                "them after the trainer was built (`model.to`, a wrapper, `param.data = ...`): do that before."
+                f"{len(lost)} parameters are no longer the server's memory (first: {lost[0]!r}). "
+                "Something replaced them after the trainer was built (`model.to`, a wrapper, "
+                "`param.data = ...`): do that before."
             )
 
     def send(self, policy_version: int) -> int:
@@ -107,11 +135,13 @@ class Colocate(Transfer):
 
 
 def load_model(model: Any, args: Any, dtype: str | None) -> PreTrainedModel:
-    """Loads what a name or a folder means, as TRL would later, in the server's `dtype` if there is one."""
+    """Loads a model that is given by a name or a folder, as TRL would later, in the server's
+    `dtype` if there is one."""
     if not isinstance(model, str):
         return model
-    # On the CPU first, so that the device never holds the weights twice.
-    kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {}) | {"device_map": None}
+    kwargs = {"trust_remote_code": args.trust_remote_code}
+    kwargs |= args.model_init_kwargs or {}
+    kwargs["device_map"] = None  # on the CPU first, so that the device never holds them twice
     if dtype is not None:
         if kwargs.get("dtype") not in (None, "auto"):
             check_dtype({kwargs["dtype"]}, dtype)
@@ -121,11 +151,13 @@ def load_model(model: Any, args: Any, dtype: str | None) -> PreTrainedModel:
 
 
 def check_dtype(dtypes: set[torch.dtype | str], served: str) -> None:
-    own = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if served not in own:  # some families keep a few parameters in float32, and so does vLLM
+    """Raises `AttachError` unless one of the trainer's dtypes is the server's."""
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if served not in names:  # some families keep a few parameters in float32, and so does vLLM
         raise AttachError(
-            f"The trainer's dtype is {', '.join(own)}, the server's {served}. With vllm_mode='colocate' they are the "
-            f"same memory: set `dtype: {served}`, or start the server with `--dtype {own[0]}`."
+            f"The trainer's dtype is {', '.join(names)}, the server's {served}. With "
+            f"vllm_mode='colocate' they are the same memory: set `dtype: {served}`, or start the "
+            f"server with `--dtype {names[0]}`."
         )
 
 
@@ -142,7 +174,8 @@ def replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
 
 
 def _make_contiguous(model: torch.nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
-    """Transposed views, such as those of GPT-2's linear layers, cannot be saved: they leave the model as copies."""
+    """Replaces transposed views in a state dict, such as those of GPT-2's linear layers, by copies,
+    because they cannot be saved."""
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor) and not value.is_contiguous():
             state_dict[name] = value.contiguous()

@@ -1,8 +1,13 @@
-"""fp32 master weights, for 16-bit parameters that are trained in place because they are the server's memory.
+"""fp32 master weights, for 16-bit parameters that are trained in place because they are the
+server's memory.
 
-At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
-rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
-the parameters are set to the rounded masters, in their own memory. DeepSpeed and FSDP have masters of their own.
+At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight,
+and would be rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the
+masters), and after each step the parameters are set to the rounded masters, in their own memory.
+DeepSpeed and FSDP have masters of their own.
+
+`AtroposGRPOTrainer` calls `use_masters` when it is built, and runs its training steps within
+`exact_gradients` and `accumulate_gradients`.
 """
 
 import logging
@@ -10,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -26,37 +31,142 @@ from trl_atropos.errors import AtroposTrainingError, CheckpointError
 
 logger = logging.getLogger(__name__)
 
+Groups = list[dict[str, Any]]  # of parameters, in torch's format
+Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]  # a parameter and its master
+
 HALF = (torch.bfloat16, torch.float16)
-PART = 1 << 28  # values that are stepped at a time where masters are offloaded, or one parameter's
+PART = 1 << 28  # values that are stepped at a time if masters are offloaded, or one parameter's
 THREADS = 16  # for that, at most: it is memory that it waits for
-# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
-BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
+# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim;
+# transformers.optimization).
+BUFFERS = {
+    "ademamix": 3,
+    "adam": 2,
+    "lion": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "sgd": 0,
+    "lomo": 0,
+    "adafactor": 0,
+}
 BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
 TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
+# ------------------------------------------------------------------------- how a trainer gets them
+
+
+def use_masters(trainer: Trainer, offload: bool = False) -> None:
+    """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit
+    parameters are trained. See `MasterOptimizer`."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    in_16_bits = [parameter for parameter in trained if parameter.dtype in HALF]
+    if not in_16_bits:
+        return
+    reason = why_no_masters(trainer)
+    if reason is not None:
+        raise AtroposTrainingError(reason)
+    if any(parameter.device.type == "cpu" for parameter in in_16_bits):
+        sum_in_float32()
+    optimizer_cls, kwargs = _optimizer_of(trainer)
+    full_state = []
+    if kwargs.get("optim_bits") == 8:
+        # As transformers does, which can no longer see that it is bitsandbytes.
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                full_state.append(module.weight)
+    kwargs = {
+        **kwargs,
+        "optimizer_cls": optimizer_cls,
+        "offload": offload,
+        "full_state": full_state,
+    }
+    trainer.optimizer_cls_and_kwargs = (MasterOptimizer, kwargs)
+
+
+def why_no_masters(trainer: Trainer) -> str | None:
+    """Returns why the optimizer that `trainer` will have cannot work on masters; `None` if it
+    can."""
+    if trainer.optimizer is not None:
+        return (
+            "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a "
+            f"finished {type(trainer.optimizer).__name__}, which works on the 16-bit weights: name "
+            "it with `optim` instead."
+        )
+    cls, _ = _optimizer_of(trainer)
+    is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    # schedule-free ones move weights in `eval`
+    if not is_plain or steps_in_backward(trainer) or hasattr(cls, "eval"):
+        return (
+            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of "
+            "`step`, so it cannot have fp32 masters of 16-bit weights: set `optim: "
+            "adamw_torch_fused`, or serve with `--dtype float32`."
+        )
+    return None
+
+
+def steps_in_backward(trainer: Trainer) -> bool:
+    """Returns whether `optim` names a layer-wise optimizer or LOMO, which step within the backward
+    pass."""
+    _, kwargs = _optimizer_of(trainer)
+    return "model" in kwargs or "optimizer_dict" in kwargs
+
+
+def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
+    if trainer.optimizer_cls_and_kwargs:
+        return trainer.optimizer_cls_and_kwargs
+    return trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+
+
+def can_round_adapter(trainer: Trainer) -> bool:
+    """Returns whether the model has an adapter for `round_adapter`. Autocast computes any adapter
+    in 16 bits."""
+    if not isinstance(trainer.model, PeftModel):
+        return False
+    autocasts = trainer.accelerator.mixed_precision != "no"
+    return not autocasts and why_no_masters(trainer) is None
+
+
+def round_adapter(model: PeftModel) -> None:
+    """Rounds an adapter to the 16 bits of its base, in which the server computes it. PEFT keeps it
+    in fp32, in which each of its layers would be computed. To be trained with masters."""
+    parameters = list(model.parameters())
+    dtype = next(parameter.dtype for parameter in parameters if not parameter.requires_grad)
+    if dtype not in HALF:
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+# ------------------------------------------------------------------------------------ the optimizer
+
+
 class MasterOptimizer(torch.optim.Optimizer):
     """
-    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the fp32 gradient 4 more.
-    A parameter that is fp32 already is its own master.
+    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the
+    fp32 gradient 4 more. A parameter that is fp32 already is its own master.
 
-    `param_groups` hold the parameters themselves, for clipping, schedulers and `zero_grad`. Hyperparameters that are
-    changed there reach the wrapped optimizer, `inner`, whose groups hold the masters.
+    `param_groups` hold the parameters themselves, for clipping, schedulers and `zero_grad`.
+    Hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold
+    the masters.
 
     Args:
         groups (`list[dict]`): Parameter groups, in torch's format.
         optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
-        offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
-            fp32 parameters get masters, too. Torch's own optimizers step part by part, so that the gradients of one
-            part come while another one is stepped, and are not all in CPU memory.
-        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep in 32 bits.
+        offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA
+            parameters) and step there. fp32 parameters get masters, too. Torch's own optimizers
+            step part by part, so that the gradients of one part come while another one is stepped,
+            and are not all in CPU memory.
+        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep
+            in 32 bits.
         optimizer_kwargs: Further arguments of `optimizer_cls`.
     """
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Groups,
         optimizer_cls: type[torch.optim.Optimizer],
         offload: bool = False,
         full_state: Iterable[torch.nn.Parameter] = (),
@@ -64,22 +174,40 @@ class MasterOptimizer(torch.optim.Optimizer):
     ):
         self.offload = offload
         groups = [{**group, "params": list(group["params"])} for group in groups]
-        self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
-        self._pairs = [(parameter, master) for parameter, master in self._masters.items() if master is not parameter]
-        inner_groups = [{**group, "params": [self._masters[one] for one in group["params"]]} for group in groups]
+        self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        inner_groups = []
+        for group in groups:
+            for parameter in group["params"]:
+                self._masters[parameter] = self._master_of(parameter)
+            masters = [self._masters[parameter] for parameter in group["params"]]
+            inner_groups.append({**group, "params": masters})
         self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
-        if full_state := [self._masters[parameter] for parameter in full_state if parameter in self._masters]:
-            from bitsandbytes.optim import GlobalOptimManager
+        full_masters = []
+        for parameter in full_state:
+            if parameter in self._masters:
+                full_masters.append(self._masters[parameter])
+        if full_masters:
+            self._keep_full_state(full_masters)
+        outer_groups = []
+        for inner_group, group in zip(self.inner.param_groups, groups, strict=True):
+            outer_groups.append({**inner_group, "params": group["params"]})
+        super().__init__(outer_groups, self.inner.defaults)
 
-            manager = GlobalOptimManager.get_instance()
-            manager.override_config(full_state, "optim_bits", 32)
-            manager.register_parameters(self.inner.param_groups)
-        outer = zip(self.inner.param_groups, groups, strict=True)
-        super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
-        in_parts = offload and type(self.inner).__module__.startswith("torch.optim.")
-        numbers = parts_of([master.numel() for _, master in self._pairs]) if in_parts else [range(len(self._pairs))]
-        self._parts = [[self._pairs[number] for number in part] for part in numbers]
-        self._staging: dict[int, torch.Tensor] = {}  # where gradients come, for parts of even and of odd numbers
+        # all that are not their own masters
+        self._pairs: list[Pair] = []
+        for parameter, master in self._masters.items():
+            if master is not parameter:
+                self._pairs.append((parameter, master))
+        self._parts = [self._pairs]
+        if offload and type(self.inner).__module__.startswith("torch.optim."):
+            sizes = [master.numel() for _, master in self._pairs]
+            self._parts = []
+            for places in parts_of(sizes):  # which follow each other
+                begin = places[0]
+                end = places[-1] + 1
+                self._parts.append(self._pairs[begin:end])
+        # pinned memory that gradients come to, for parts of even and of odd numbers
+        self._staging: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # on which they come
         self._note_versions()
 
@@ -92,9 +220,19 @@ class MasterOptimizer(torch.optim.Optimizer):
         master = torch.empty_like(parameter, dtype=torch.float32, device=device, pin_memory=pinned)
         return torch.nn.Parameter(master.copy_(parameter.detach()))
 
+    def _keep_full_state(self, masters: list[torch.nn.Parameter]) -> None:
+        from bitsandbytes.optim import GlobalOptimManager
+
+        manager = GlobalOptimManager.get_instance()
+        manager.override_config(masters, "optim_bits", 32)
+        manager.register_parameters(self.inner.param_groups)
+
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         coming = self._gradients_of(0)
@@ -104,77 +242,108 @@ class MasterOptimizer(torch.optim.Optimizer):
                 coming = self._gradients_of(number + 1)
             if arrived is not None:
                 arrived.synchronize()
-            params, masters = zip(*part, strict=True)
-            for master, gradient in zip(masters, gradients, strict=True):
-                master.grad = gradient
-            with _threads(THREADS) if self.offload else nullcontext():
-                self.inner.step()
-            for master in masters:
-                master.grad = None
-            # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
-            torch._foreach_copy_(params, masters, non_blocking=True)
+            self._step_part(part, gradients)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
         if self.offload and torch.cuda.is_available():
             torch.cuda.synchronize()  # the CPU's next writing must not overtake the copies
         self._note_versions()
         return loss
 
-    def _gradients_of(self, number: int) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        """The fp32 gradients of a part, on the device of its masters and with their strides; and what to wait for, if
-        they are on their way."""
+    def _step_part(self, part: list[Pair], gradients: list[torch.Tensor | None]) -> None:
+        params, masters = zip(*part, strict=True)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        if self.offload:
+            with _threads(THREADS):
+                self.inner.step()
+        else:
+            self.inner.step()
+        for master in masters:
+            master.grad = None
+        # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded
+        # on the device.
+        torch._foreach_copy_(params, masters, non_blocking=True)
+
+    def _gradients_of(
+        self, number: int
+    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        """Returns the fp32 gradients of a part, on the device of its masters and with their
+        strides; and the event to wait for, if they are still being copied."""
         part = self._parts[number]
-        if not (self.offload and part[0][0].is_cuda):
-            return [_gradient_for(master, parameter.grad) for parameter, master in part], None
-        if number % 2 not in self._staging:
-            size = max(sum(master.numel() for _, master in one) for one in self._parts)
-            self._staging[number % 2] = torch.empty(size, dtype=torch.float32, pin_memory=True)
-        gradients, begin, device = [], 0, part[0][0].device
-        self._stream = self._stream or torch.cuda.Stream(device)
+        first_parameter, _ = part[0]
+        if not (self.offload and first_parameter.is_cuda):
+            gradients = [_with_strides_of(master, parameter.grad) for parameter, master in part]
+            return gradients, None
+        staging = self._staging_of(number)
+        device = first_parameter.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
         if number == 0:  # the backward pass
             self._stream.wait_stream(torch.cuda.current_stream(device))
         arrived = torch.cuda.Event()
+        gradients = []
+        begin = 0
         with torch.cuda.stream(self._stream):
             for parameter, master in part:
-                place = self._staging[number % 2][begin:].as_strided(master.size(), master.stride())
+                place = staging[begin:].as_strided(master.size(), master.stride())
                 begin += master.numel()
                 gradient = parameter.grad
-                gradients.append(None if gradient is None else place.copy_(gradient, non_blocking=True))
+                if gradient is not None:
+                    gradient = place.copy_(gradient, non_blocking=True)
+                gradients.append(gradient)
             arrived.record(self._stream)
         return gradients, arrived
+
+    def _staging_of(self, number: int) -> torch.Tensor:
+        """Returns the memory that the gradients of a part come to. The part two before has been
+        stepped, and needs it no more."""
+        place = number % 2
+        if place not in self._staging:
+            largest = 0
+            for part in self._parts:
+                values = sum(master.numel() for _, master in part)
+                largest = max(largest, values)
+            self._staging[place] = torch.empty(largest, dtype=torch.float32, pin_memory=True)
+        return self._staging[place]
 
     def _note_versions(self) -> None:
         self._versions = [parameter._version for parameter, _ in self._pairs]
 
     def _take_over_writes(self) -> None:
-        """Takes over what something else has written to the parameters: a checkpoint, DDP's broadcast, a callback."""
+        """Copies to the masters what something else has written to the parameters: a checkpoint,
+        DDP's broadcast, a callback."""
         for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
-            if parameter._version != version and not torch.equal(parameter, _rounded(master, parameter)):
+            is_written = parameter._version != version
+            if is_written and not torch.equal(parameter, _rounded(master, parameter)):
                 master.copy_(parameter)
         self._note_versions()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
+        """Returns the masters beside `inner`'s state: within it, loading would cast them to the
+        parameters' dtype."""
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        return {"inner": self.inner.state_dict(), "masters": [one.detach() for one in self._masters.values()]}
+        return {
+            "inner": self.inner.state_dict(),
+            "masters": [master.detach() for master in self._masters.values()],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
+        """Loads the state, and sets the parameters to the rounded masters. Without masters in
+        `state_dict`, the parameters stay the same."""
         self._take_over_writes()
-        own = list(self._masters.values())
-        saved = state_dict.get("masters", own)
-        theirs, ours = ([list(master.shape) for master in masters] for masters in (saved, own))
-        if theirs != ours:
-            there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
-            raise CheckpointError(
-                f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
-                f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
-                "trained parameters of the run that saved it."
+        masters = list(self._masters.values())
+        if "masters" in state_dict:
+            saved = state_dict["masters"]
+            _require_equal_shapes(saved, masters)
+        else:
+            saved = masters
+            logger.warning(
+                "The checkpoint was saved without fp32 master weights: training goes on from "
+                "16-bit ones."
             )
-        if saved is own:
-            logger.warning("The checkpoint was saved without fp32 master weights: training goes on from 16-bit ones.")
         self.inner.load_state_dict(state_dict.get("inner", state_dict))
         for (parameter, master), value in zip(self._masters.items(), saved, strict=True):
             master.copy_(value)
@@ -185,70 +354,38 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
-        """Averages the fp32 gradients over all processes. Where only some have a gradient, the others count as 0."""
+        """Averages the fp32 gradients over all processes. If only some have a gradient, the others
+        count as 0."""
         params = list(self._masters)
-        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+        used = torch.tensor(
+            [parameter.grad is not None for parameter in params],
+            dtype=torch.uint8,
+            device=params[0].device,
+        )
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        params = [parameter for parameter, is_used in zip(params, used.tolist(), strict=True) if is_used]
-        for parameter in params:
+        gradients = []
+        for parameter, is_used in zip(params, used.tolist(), strict=True):
+            if not is_used:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-        gradients = [parameter.grad for parameter in params]
+            gradients.append(parameter.grad)
         torch._foreach_div_(gradients, dist.get_world_size())
         flat = [gradient.contiguous() for gradient in gradients]  # NCCL takes no transposed tensors
-        for work in [dist.all_reduce(gradient, async_op=True) for gradient in flat]:
+        pending = [dist.all_reduce(gradient, async_op=True) for gradient in flat]
+        for work in pending:
             work.wait()
         torch._foreach_copy_(gradients, flat)
 
 
-def why_no_masters(trainer: Trainer) -> str | None:
-    """Why the optimizer that `trainer` will have cannot work on masters, if it cannot."""
-    if trainer.optimizer is not None:
-        return (
-            "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a finished "
-            f"{type(trainer.optimizer).__name__}, which works on the 16-bit weights: name it with `optim` instead."
-        )
-    cls, _ = _optimizer_of(trainer)
-    is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    if not is_plain or steps_in_backward(trainer) or hasattr(cls, "eval"):  # schedule-free ones move weights in `eval`
-        return (
-            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
-            "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
-        )
-    return None
-
-
-def steps_in_backward(trainer: Trainer) -> bool:
-    """Returns whether `optim` names a layer-wise optimizer or LOMO, which step within the backward pass."""
-    _, kwargs = _optimizer_of(trainer)
-    return bool(kwargs.keys() & {"model", "optimizer_dict"})
-
-
-def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
-    return trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-
-
-def can_round_adapter(trainer: Trainer) -> bool:
-    """Whether there is an adapter that `round_adapter` is for. Autocast computes it in 16 bits as it is."""
-    autocasts = trainer.accelerator.mixed_precision != "no"
-    return isinstance(trainer.model, PeftModel) and not autocasts and why_no_masters(trainer) is None
-
-
-def round_adapter(model: PeftModel) -> None:
-    """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in fp32, in which each
-    of its layers is computed then. To be trained with masters."""
-    base = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
-    if base not in HALF:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(base)
-
-
 def parts_of(sizes: list[int]) -> list[list[int]]:
-    """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART` or of one each.
-    Returns their places in the list."""
-    parts, room = [], 0
+    """Divides parameters of `sizes` values into parts of at most `PART` values, or one parameter.
+
+    Returns their places in the list. With a `PART` of 10, the sizes 6, 4, 1 and 25 give
+    `[[0, 1], [2], [3]]`.
+    """
+    parts = []
+    room = 0
     for number, size in enumerate(sizes):
         if not parts or size > room:
             parts.append([])
@@ -258,77 +395,99 @@ def parts_of(sizes: list[int]) -> list[list[int]]:
     return parts
 
 
-def values_on_their_way(sizes: list[int]) -> int:
-    """How many of the gradients are in CPU memory at once, where they come part by part."""
+def gradients_in_flight(sizes: list[int]) -> int:
+    """Returns how many values of the gradients are in CPU memory at once if they come part by
+    part."""
     parts = parts_of(sizes)
-    return min(2, len(parts)) * max(sum(sizes[number] for number in part) for part in parts)
+    largest = 0
+    for part in parts:
+        values = sum(sizes[number] for number in part)
+        largest = max(largest, values)
+    return min(2, len(parts)) * largest
 
 
-def use_masters(trainer: Trainer, offload: bool = False) -> None:
-    """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit parameters are trained.
-    See `MasterOptimizer`."""
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    in_16_bits = [parameter for parameter in trained if parameter.dtype in HALF]
-    if not in_16_bits:
-        return
-    if why := why_no_masters(trainer):
-        raise AtroposTrainingError(why)
-    if any(parameter.device.type == "cpu" for parameter in in_16_bits):
-        sum_in_float32()
-    cls, kwargs = _optimizer_of(trainer)
-    # As transformers does, which can no longer see that it is bitsandbytes.
-    embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
-    own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
-    trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
+def _require_equal_shapes(saved: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+    saved_shapes = [list(master.shape) for master in saved]
+    own_shapes = [list(master.shape) for master in masters]
+    for saved_shape, shape in zip_longest(saved_shapes, own_shapes):
+        if saved_shape != shape:
+            raise CheckpointError(
+                f"The checkpoint has master weights of {len(saved)} parameters, and {len(masters)} "
+                f"are trained; the first that differs has the shape {saved_shape} there and "
+                f"{shape} here. Resume with the model and the trained parameters of the run that "
+                "saved it."
+            )
 
 
-@cache
-def sum_in_float32() -> torch.library.Library:
-    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the returned library
-    lives. In 16 bits, torch rounds the gradient of an embedding, of a layer norm's weights and of a table that is
-    indexed after each token that it adds: of thousands, the last ones are lost. Those kernels now add in float32 and
-    round once. Values that are not in 16 bits go through torch's own kernels as before."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
-        for name, compute in (
-            ("embedding_dense_backward", _embedding_gradient),
-            ("native_layer_norm_backward", _layer_norm_gradients),
-            ("_index_put_impl_", _put_by_index),
-        ):
-            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, partial(compute, kernel), "CPU", with_keyset=True)
-    return library
+def _copy_hyperparameters(source: Groups, target: Groups) -> None:
+    for source_group, target_group in zip(source, target, strict=True):
+        for name, value in source_group.items():
+            if name != "params":
+                target_group[name] = value
 
 
-def _embedding_gradient(kernel, keys, gradient, *arguments):
-    """`gradient`: of the embedded tokens, (..., width)."""
-    if gradient.dtype not in HALF:
-        return kernel.call_boxed(keys, gradient, *arguments)
-    return kernel.call_boxed(keys, gradient.float(), *arguments).to(gradient.dtype)
+def _with_strides_of(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the parameter's fp32 gradient; a copy if it has other strides than the master."""
+    if gradient is None or gradient.stride() == master.stride():
+        return gradient
+    return torch.empty_like(master).copy_(gradient)
 
 
-def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, wanted):
-    """Returns the gradients of input, weight and bias, of which those `wanted` are computed."""
-    of_weights = any(wanted[1:])
-    if not of_weights or weight is None or weight.dtype not in HALF:
-        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
-    tensors = (gradient, x, mean, deviation, weight, bias)
-    gradient, x, mean, deviation, weight, bias = (None if one is None else one.float() for one in tensors)
-    found = kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
-    return tuple(None if one is None else one.to(tensors[0].dtype) for one in found)
+def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return master.detach().to(device=parameter.device, dtype=parameter.dtype)
 
 
-def _put_by_index(kernel, keys, table, indices, values, accumulate=False, unsafe=False):
-    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of zeros."""
-    if not accumulate or table.dtype not in HALF:
-        return kernel.call_boxed(keys, table, indices, values, accumulate, unsafe)
-    return table.copy_(kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe))
+@contextmanager
+def _threads(most: int) -> Iterator[None]:
+    """Computes with as many threads as this process has cores, up to `most`. accelerate's launcher
+    gives it one, unless you tell it otherwise."""
+    usual = torch.get_num_threads()
+    processes = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) // processes
+    torch.set_num_threads(max(usual, min(most, cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _buffers_of(optim: str) -> int:
+    for family, buffers in BUFFERS.items():
+        if family in optim:
+            return buffers
+    return BUFFERS["adam"]
+
+
+def state_bytes(
+    optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]
+) -> int:
+    """Returns the bytes of the optimizer's state.
+
+    An optimizer that is not in `BUFFERS` counts as AdamW. With `masters`, it works on fp32 copies
+    of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
+    """
+    buffers = _buffers_of(optim)
+    # torch's state is of the parameter's dtype, bitsandbytes' always of 4 bytes.
+    is_wide = masters or "bit" in optim or "bnb" in optim
+    total = 0.0
+    for parameter in parameters:
+        values = parameter.numel()
+        if "adafactor" in optim:  # one value per row and one per column
+            matrices = math.prod(parameter.shape[:-2])
+            total += 4 * sum(parameter.shape[-2:]) * matrices
+        elif "8bit" in optim and values >= SMALLEST and id(parameter) not in embeddings:
+            total += buffers * values * (1 + 4 / BLOCK)
+        else:
+            total += buffers * values * (4 if is_wide else parameter.itemsize)
+    return int(total)
+
+
+# ------------------------------------------------------------------------- around a training step
 
 
 @contextmanager
 def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """Around `Trainer.training_step`: averages gradients over the processes in fp32, in place of
+    """Averages gradients over the processes in fp32, around `Trainer.training_step`, in place of
     DistributedDataParallel, whose buckets have the parameters' dtype."""
     accelerator = trainer.accelerator
     optimizer = trainer.optimizer.optimizer  # within accelerate's
@@ -342,61 +501,89 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
-    place of `accelerator.backward`: it only adds to the gradients. The `Trainer` calls the last backward pass, with
-    which they are averaged over processes, and DeepSpeed steps."""
-    # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
-    options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+def accumulate_gradients(
+    accelerator: Accelerator, model: torch.nn.Module
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Only adds to the gradients, in all but the last micro-batch of a training step.
+
+    Yields the function to call in place of `accelerator.backward`. The `Trainer` calls the last
+    backward pass, with which gradients are averaged over processes, and DeepSpeed steps.
+    """
+    options = {}
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        options["scale_wrt_gas"] = False  # the loss is scaled already: the `Trainer` says so, too
     state = accelerator.gradient_state
     synchronizes = state.sync_gradients
     state._set_sync_gradients(False)  # as the `Trainer` does around each of its own micro-batches
     try:
         with accelerator.no_sync(model):
-            yield lambda loss: accelerator.backward(loss, **options)
+            yield partial(accelerator.backward, **options)
     finally:
         state._set_sync_gradients(synchronizes)
 
 
-def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
-    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
-    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
-    buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
-    total = 0.0
-    for parameter in parameters:
-        if "adafactor" in optim:  # one value per row and one per column
-            total += 4 * sum(parameter.shape[-2:]) * math.prod(parameter.shape[:-2])
-        elif "8bit" in optim and parameter.numel() >= SMALLEST and id(parameter) not in embeddings:
-            total += buffers * parameter.numel() * (1 + 4 / BLOCK)
-        else:
-            # torch's are of the parameter's dtype, bitsandbytes' always 4 bytes.
-            wide = masters or "bit" in optim or "bnb" in optim
-            total += buffers * parameter.numel() * (4 if wide else parameter.itemsize)
-    return int(total)
+# ---------------------------------------------------------------------------- torch's CPU kernels
 
 
-@contextmanager
-def _threads(most: int) -> Iterator[None]:
-    """As many threads as this process has cores: accelerate's launcher gives it one, unless told otherwise."""
-    usual, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(usual, min(most, cores)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual)
+@cache
+def sum_in_float32() -> torch.library.Library:
+    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the
+    returned library lives.
+
+    In 16 bits, torch rounds the gradient of an embedding, of a layer norm's weights and of a table
+    that is indexed after each token that it adds: of thousands, the last ones are lost. Those
+    kernels now add in float32 and round once. Values that are not in 16 bits go through torch's own
+    kernels as before.
+    """
+    replacements = {
+        "embedding_dense_backward": _embedding_gradient,
+        "native_layer_norm_backward": _layer_norm_gradients,
+        "_index_put_impl_": _put_by_index,
+    }
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # that a kernel is replaced
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name, compute in replacements.items():
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, partial(compute, kernel), "CPU", with_keyset=True)
+    return library
 
 
-def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update({name: value for name, value in theirs.items() if name != "params"})
+def _embedding_gradient(kernel, keys, gradient, *arguments):
+    """Returns the table's gradient. `gradient` is that of the embedded tokens, (..., width)."""
+    if gradient.dtype not in HALF:
+        return kernel.call_boxed(keys, gradient, *arguments)
+    wide = kernel.call_boxed(keys, gradient.float(), *arguments)
+    return wide.to(gradient.dtype)
 
 
-def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter's fp32 gradient with the strides of the master; not copied if it has them."""
-    if gradient is None or gradient.stride() == master.stride():
-        return gradient
-    return torch.empty_like(master).copy_(gradient)
+def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, needed):
+    """Returns the gradients of input, weight and bias, of which those `needed` are computed."""
+    of_weights = any(needed[1:])
+    if not of_weights or weight is None or weight.dtype not in HALF:
+        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, needed)
+    dtype = gradient.dtype
+    if bias is not None:
+        bias = bias.float()
+    gradients = kernel.call_boxed(
+        keys,
+        gradient.float(),
+        x.float(),
+        shape,
+        mean.float(),
+        deviation.float(),
+        weight.float(),
+        bias,
+        needed,
+    )
+    return tuple(None if wide is None else wide.to(dtype) for wide in gradients)
 
 
-def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return master.detach().to(device=parameter.device, dtype=parameter.dtype)
+def _put_by_index(kernel, keys, table, indices, values, accumulate=False, unsafe=False):
+    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of
+    zeros."""
+    if not accumulate or table.dtype not in HALF:
+        return kernel.call_boxed(keys, table, indices, values, accumulate, unsafe)
+    wide = kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe)
+    return table.copy_(wide)

@@ -1,19 +1,18 @@
-"""How a new policy reaches the servers that sample from it: the life of a publish, written once for every mode.
+"""Publishing: how a new policy reaches the servers that sample from it, the same for every mode.
 
-    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> (probe begins)]*
+    hold -> (a checkpoint may be loaded) -> begin
+         -> [pause -> send -> version + 1 -> resume -> prove] after every step
 
-The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built, `hold`, `begin` and
-`close` around training. `begin` wraps `optimizer.step` itself: callbacks and torch's step hooks are skipped when it
-raises. What moves between pause and resume is the business of a `Transfer`, one for each `vllm_mode`.
+The trainer calls its publisher on every rank, as `policy_publisher.py` describes. `Phase` lists the
+states of the servers, and the methods of `ServerPublisher` that change them stand together. A
+`Transfer`, one for each `vllm_mode`, moves the weights between pause and resume.
 """
 
-import functools
-import itertools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError
-from trl_atropos.metrics.timing import PUBLISH, Stopwatch
-from trl_atropos.protocol import tokenizer_fingerprint
+from trl_atropos.metrics.timing import PUBLISH
+from trl_atropos.protocol import ServerInfo, tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
 from trl_atropos.weights.adapters import Way
@@ -32,112 +31,15 @@ from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
 from trl_atropos.weights.lora import FileLora, MemoryLora
+from trl_atropos.weights.policy_publisher import NullPublisher, PolicyPublisher, do_nothing
 from trl_atropos.weights.probe import Probe
 from trl_atropos.weights.transfer import Transfer, leave_room, shares_gpu
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyPublisher:
-    """
-    By itself, counts versions and publishes nothing.
-
-    Attributes:
-        policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
-        probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
-            seen, in nats (natural logarithm of a probability).
-        stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part `publish`.
-        on_pause (`Callable`): Called on every rank once in a publish, while the servers are paused: requests that come
-            now begin with the next version.
-    """
-
-    def __init__(self):
-        self.policy_version = 0
-        self.probe_max_abs_diff: float | None = None
-        self.stopwatch = Stopwatch()
-        self.on_pause: Callable[[], None] = lambda: None
-        self._unwrap: Callable[[], None] = lambda: None
-        self._metrics: dict[str, list[float]] = defaultdict(list)
-
-    @property
-    def adapter_way(self) -> Way:
-        """How an adapter reaches the servers."""
-        return None
-
-    @property
-    def trainer_version(self) -> int:
-        """Version of the weights that the trainer has: a batch that it gets now is trained at this version."""
-        return self.policy_version
-
-    def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
-        """Called with the trainer's arguments before it is built. Returns the model that it shall use."""
-        return model
-
-    def attach(self, trainer: Any) -> None:
-        """Called once `trainer`, the `AtroposGRPOTrainer`, is built."""
-
-    def hold(self) -> None:
-        """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
-
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish all that follow."""
-        self.policy_version = policy_version
-        step = optimizer.step
-
-        def counted(*args, **kwargs):
-            result = step(*args, **kwargs)
-            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
-                self.policy_version += 1
-            return result
-
-        self._wrap_step(optimizer, counted)
-
-    def computing(self) -> None:
-        """Called when the trainer has a batch and needs no samples before the next publish."""
-
-    def before_backward(self) -> None:
-        """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
-
-    def before_step(self) -> None:
-        """Called on every rank when all that comes before an optimizer step is queued on the device."""
-
-    def replace(self, load: Callable[[], None]) -> None:
-        """Has `load` replace the trainer's weights after the last step."""
-        load()
-
-    def close(self) -> None:
-        """Called on every way out, also after an error; may be called twice."""
-        self._unwrap()
-        self._unwrap = self.on_pause = lambda: None
-
-    def server_max_length(self) -> int | None:
-        """Most tokens that a rollout of the server can have, or `None` if there is no server."""
-        return None
-
-    def why_silent(self) -> str:
-        """What is wrong with servers that sample nothing. Called on rank 0, from any thread, when no rollouts come."""
-        return ""
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Mean of each metric since the last call."""
-        means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
-        self._metrics.clear()
-        return means
-
-    def _wrap_step(self, optimizer: Any, wrapper: Callable[..., Any]) -> None:
-        """Puts `wrapper` in place of `optimizer.step` until `close`."""
-        step = optimizer.step
-        # Keeps the mark by which torch's schedulers recognise a step that they count.
-        optimizer.step = functools.update_wrapper(wrapper, step)
-        self._unwrap = lambda: setattr(optimizer, "step", step)
-
-
-class NullPublisher(PolicyPublisher):
-    """For a policy that nothing samples from (recorded rollouts, say): counts versions and publishes nothing."""
-
-
 def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
-    """The policy publisher that the configuration names."""
+    """Returns the policy publisher that the configuration names."""
     if args.replay_paths is not None:
         return NullPublisher()
     servers = Servers(args.vllm_server_urls, args.publish_timeout)
@@ -147,22 +49,59 @@ def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
 
 
 def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) -> Transfer:
-    """The transfer of a `vllm_mode`. `output_dir` is for modes that write files."""
-    return {
-        "colocate": lambda: Colocate(servers),
-        "server": lambda: FullWeights(servers, transport),
-        "nccl_lora": lambda: MemoryLora(servers, transport),
-        "lora": lambda: FileLora(servers, f"{output_dir}/adapters"),
-        "restart": lambda: Restart(servers, f"{output_dir}/policies"),
-    }[mode]()
+    """Returns the transfer of a `vllm_mode`. Modes that write files write below `output_dir`."""
+    match mode:
+        case "colocate":
+            return Colocate(servers)
+        case "server":
+            return FullWeights(servers, transport)
+        case "nccl_lora":
+            return MemoryLora(servers, transport)
+        case "lora":
+            return FileLora(servers, f"{output_dir}/adapters")
+        case "restart":
+            return Restart(servers, f"{output_dir}/policies")
+    raise KeyError(mode)
+
+
+class Phase(Enum):
+    """
+    State of the servers, as this trainer has left them. Each arrow is a method of
+    `ServerPublisher`::
+
+        SAMPLING --before_step--> PAUSING --_pause--+
+        SAMPLING --_pause---------------------------+-> PAUSED --_resume--> RESUMING
+        SAMPLING --hold--> HELD --_resume--> RESUMING
+        SAMPLING or PAUSED --computing--> ASLEEP --_resume--> RESUMING  (`computing` pauses first)
+        RESUMING --_judge_weights--> SAMPLING
+        any --close--> SAMPLING
+
+    The state is SAMPLING if a server fails to pause or to resume. Any other error keeps the state.
+    `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server that is
+    still paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
+    """
+
+    SAMPLING = auto()
+    PAUSING = auto()  # in the background, while the device computes the last gradients
+    HELD = auto()  # paused by `hold`: nothing is written, unless a checkpoint is loaded
+    PAUSED = auto()  # the trainer writes to the weights
+    ASLEEP = auto()  # paused, and without the memory of its weights and its KV cache
+    RESUMING = auto()  # in the background, while the trainer goes on
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the servers sample nothing until they are resumed."""
+        return self in (Phase.HELD, Phase.PAUSED, Phase.ASLEEP)
 
 
 class ServerPublisher(PolicyPublisher):
     """
+    Publishes to vLLM servers.
+
     Args:
-        transfer (`Transfer`): How the mode moves the bytes.
-        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0: no
-            probes. By default as many as take at most 2 % of the time.
+        transfer (`Transfer`): Moves the weights as the mode does.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server
+            and trainer; 0: no probes. By default as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
     """
@@ -181,13 +120,12 @@ class ServerPublisher(PolicyPublisher):
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
-        self._paused = self._asleep = False
-        self._pausing: Future | None = None  # since `before_step`
-        self._resuming: Future | None = None  # since the last publish
+        self._phase = Phase.SAMPLING
+        self._call: Future | None = None  # of PAUSING and RESUMING
+        self._writes_when_held = 0  # of HELD
         self._backward_ends: torch.cuda.Event | None = None
-        self._writes_when_held: int | None = None
         self._probe: Probe | None = None
-        self._proof = Proof(self.servers, [])  # of nothing, until `attach`
+        self._proof = Proof(self.servers, [])  # compares nothing until `attach`
 
     @property
     def adapter_way(self) -> Way:
@@ -201,75 +139,51 @@ class ServerPublisher(PolicyPublisher):
         self.transfer, model = self.transfer.load(model, args, peft_config)
         info = self.servers.info
         self.policy_version = info.policy_version
-        if info.logprobs_mode != "processed_logprobs":
-            raise AttachError(
-                f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
-                "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
-            )
-        if info.numerics != args.numerics:
-            raise AttachError(
-                f"The server computes with `--numerics {info.numerics}` and the trainer with `numerics: "
-                f"{args.numerics}`: start the server by `trl-atropos serve --numerics {args.numerics}`."
-            )
-        if args.numerics == "bitwise" and info.num_workers > 1:
-            raise AttachError(
-                f"`numerics: bitwise` needs a server with one worker, and this one has {info.num_workers}, which add "
-                "up sums in parts: start one without `--tensor-parallel-size` and `--data-parallel-size`."
-            )
-        longest = args.max_sequence_length
-        if longest is not None and longest > info.max_model_len:
-            raise AttachError(
-                f"`max_sequence_length` is {longest}, but the server's max_model_len is {info.max_model_len}: lower "
-                f"it, or start the server with `--max-model-len {longest}`."
-            )
+        _require_settings(info, args)
         if self.sleep_level and not info.sleep:  # a server that sleeps never shares its memory
-            raise AttachError("`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`.")
+            raise AttachError(
+                "`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`."
+            )
         return model
 
     def attach(self, trainer: Any) -> None:
-        info, tokenizer = self.servers.info, trainer.processing_class
-        comparable = isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None
-        if comparable and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
-            raise AttachError(
-                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
-                "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
-            )
+        _require_vocabulary(self.servers.info, trainer.processing_class)
         self.servers.hold_leases()
-        if shares_gpu(self.servers, trainer.accelerator.device) and not self.sleep_level:  # what sleeps makes room
-            leave_room(trainer.accelerator.device)
+        device = trainer.accelerator.device
+        # A server that sleeps makes room by itself.
+        if shares_gpu(self.servers, device) and not self.sleep_level:
+            leave_room(device)
         self.transfer.attach(trainer)
         self._trainer = trainer
         self._proof = Proof(self.servers, self.transfer.fingerprinted())
+        in_place = self.transfer.steps_in_place
         if self.probe_every_n_steps != 0:
-            one_memory = self.transfer.steps_in_place
-            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, self._proof.again)
-        if self.transfer.steps_in_place and trainer.accelerator.device.type == "cuda":
+            self._probe = Probe(
+                self.servers, trainer, self.probe_every_n_steps, in_place, self._proof.again
+            )
+        if in_place and device.type == "cuda":
             self._backward_ends = _end_of_backward(trainer.model)
 
     def server_max_length(self) -> int:
         return self.servers.info.max_model_len
 
     def why_silent(self) -> str:
-        wrong = "" if self._paused or self._asleep else " ".join(self.servers.silence())
-        return "" if self._paused or self._asleep else wrong  # a publish may have begun meanwhile
-
-    def hold(self) -> None:
-        self.servers.hold_leases()  # again, where `close` has ended an earlier training
-        self._writes_when_held = self._writes()
-        if self.transfer.steps_in_place:
-            with deferred():
-                self._pause()
+        if self._phase.is_paused:
+            return ""
+        problems = " ".join(self.servers.silence())
+        if self._phase.is_paused:  # a publish has begun meanwhile
+            return ""
+        return problems
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._steps = policy_version
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
-        self._publish(lambda: None)
+        self._publish(do_nothing)
         self._judge_weights()
         if self._probe is not None:
             self._probe.run_longest()
-        self._writes_when_held = None  # an optimizer's kernels may write without being counted
         step = optimizer.step
 
         def published(*args, **kwargs):
@@ -280,39 +194,34 @@ class ServerPublisher(PolicyPublisher):
 
         self._wrap_step(optimizer, published)
 
-    def computing(self) -> None:
-        """The trainer will compute until the next publish: the server may sleep."""
-        if self.sleep_level and not self._asleep:
-            with deferred(), self.stopwatch.part(PUBLISH):
-                self.before_backward()
-                self._pause()
-                self.servers.each(lambda client: client.sleep(self.sleep_level))
-                self._asleep = True
+    def replace(self, load: Callable[[], None]) -> None:
+        """Calls `load`. Servers that share the trainer's memory are paused meanwhile; others go on
+        with the weights of the last step."""
+        if self.transfer.steps_in_place:
+            self._publish(load)
+        else:
+            load()
 
     def before_backward(self) -> None:
         with self.stopwatch.part(PUBLISH):
             self._judge_weights()
             self._judge_probe()
 
-    def before_step(self) -> None:
-        """Has the servers pause while the device is still at the gradients of the first layers."""
-        if self.transfer.steps_in_place and self._pausing is None:
-            if self._backward_ends is not None:
-                self._backward_ends.synchronize()
-            self._pausing = self.transfer.pause()
-
-    def _judge_weights(self) -> None:
-        """That the servers sample again, and from the trainer's weights."""
-        resuming, self._resuming = self._resuming, None
-        if resuming is not None:
-            together(resuming.result)
-        self._proof.judge()
+    def probe(self) -> float:
+        """Returns the largest difference between server and trainer in a new probe, in nats, on
+        every rank."""
+        self._probe.begin(self.policy_version)
+        return self._judge_probe()
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
+        """Takes an optimizer's `step` and publishes its weights, if a publish is `due` or the
+        servers wait for one. Returns what `step` returns."""
         self.before_backward()
-        # Ctrl-C must not leave weights half written, nor a server paused, which would take its weights for torn.
+        steps_in_place = self.transfer.steps_in_place
+        # Ctrl-C must not leave weights half written, nor a server paused, which would take its
+        # weights for torn.
         with deferred():
-            if self.transfer.steps_in_place:
+            if steps_in_place:
                 with self.stopwatch.part(PUBLISH):
                     self._pause()
                     self.on_pause()
@@ -320,112 +229,214 @@ class ServerPublisher(PolicyPublisher):
             # A gradient scaler that found no finite gradient skips the step: then nothing is new.
             if optimizer is not None and not optimizer.step_was_skipped:
                 self._steps += 1
-            _synchronize()  # the step is only queued on the device, and publishing must not overtake it
-            if due or self._paused:
+            # The step is only queued on the device, and the publish must not overtake it.
+            _synchronize()
+            if due or self._phase.is_paused:
                 with self.stopwatch.part(PUBLISH):
+                    if not steps_in_place:
+                        self._pause()
+                        self.on_pause()
                     self._send()
+                    self._resume()
         if due:
             with self.stopwatch.part(PUBLISH):
-                self._proof.begin(self.policy_version)
-                if self._proof.begun and self._is_last():
-                    self._judge_weights()
-                self._run_probe()
+                self._prove()
         return result
 
     def _is_last(self) -> bool:
-        """Whether no publish comes after this one."""
+        """Returns whether the step that is being taken is the run's last. In `begin`, before any
+        step, this is also true if one is left; its proof is then only judged sooner."""
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
-    def replace(self, load: Callable[[], None]) -> None:
-        """Other servers go on with the weights of the last step. Those that share the memory are paused."""
-        self._publish(load) if self.transfer.steps_in_place else load()
+    # ---------------------------------------------------------------- the arrows between two phases
 
-    def _pause(self) -> None:
-        if not self._paused:
-            together(self.transfer.check)
-            pausing, self._pausing = self._pausing or self.transfer.pause(), None
-            together(pausing.result)
-            self._paused = True
+    def _enter(self, phase: Phase, call: Future | None = None) -> None:
+        self._call = call
+        self._phase = phase
+
+    def hold(self) -> None:
+        self.servers.hold_leases()  # again, if `close` has ended an earlier training
+        if self.transfer.steps_in_place:
+            self._writes_when_held = self._count_writes()
+            with deferred():
+                self._pause(Phase.HELD)
+
+    def before_step(self) -> None:
+        """Lets the servers pause while the device still computes the gradients of the first
+        layers."""
+        if self.transfer.steps_in_place and self._phase is Phase.SAMPLING:
+            if self._backward_ends is not None:
+                self._backward_ends.synchronize()
+            self._enter(Phase.PAUSING, self.transfer.pause())
+
+    def _pause(self, phase: Phase = Phase.PAUSED) -> None:
+        """Returns when the servers have paused. Enters `phase`, unless they were paused before."""
+        if self._phase.is_paused:
+            return
+        together(self.transfer.check)
+        pausing = self._call if self._phase is Phase.PAUSING else self.transfer.pause()
+        # If it fails, `close` must not resume: when the lease ends, the server decides by itself.
+        self._enter(Phase.SAMPLING)
+        together(pausing.result)
+        self._enter(phase)
+
+    def computing(self) -> None:
+        """Lets the servers sleep: the trainer computes until the next publish."""
+        if self.sleep_level and self._phase is not Phase.ASLEEP:
+            with deferred(), self.stopwatch.part(PUBLISH):
+                self.before_backward()
+                self._pause()
+                self.servers.each(lambda client: client.sleep(self.sleep_level))
+                self._enter(Phase.ASLEEP)
 
     def _send(self) -> None:
-        self._pause()
-        if not self.transfer.steps_in_place:
-            self.on_pause()
-        if self._asleep:
+        """Sends the trainer's weights to the paused servers, which wake up for it."""
+        asleep = self._phase is Phase.ASLEEP
+        if asleep:
             self.servers.each(lambda client: client.wake("weights"))
         self.transfer.send(self._steps)
         _synchronize()  # copies into the server's memory are only queued, too
-        if self._asleep:
+        if asleep:
             self.servers.each(lambda client: client.wake("kv_cache"))
-            self._asleep = False
-        self._resuming = self.transfer.resume(self._steps)
-        self._paused = False
+
+    def _resume(self) -> None:
+        """Lets the servers sample from the new version, in the background."""
+        self._enter(Phase.RESUMING, self.transfer.resume(self._steps))
         self.policy_version = self._steps
 
+    def _judge_weights(self) -> None:
+        """Raises unless the servers sample again, from the trainer's weights."""
+        if self._phase is Phase.RESUMING:
+            resuming = self._call
+            self._enter(Phase.SAMPLING)
+            together(resuming.result)
+        self._proof.judge()
+
     def close(self) -> None:
-        """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""
-        # Nothing was written if the optimizer's step has not begun, or since `hold`: the weights are whole.
-        held = self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held
-        if held or self._pausing is not None:
-            self._resuming = self.transfer.resume(self.policy_version)
-        if self._resuming is not None:
+        """Ends publishing and releases the leases. A server that is paused then goes on with whole
+        weights, and exits with torn ones."""
+        unwritten = self._phase is Phase.HELD and self._count_writes() == self._writes_when_held
+        if self._phase is Phase.PAUSING or unwritten:
+            self._enter(Phase.RESUMING, self.transfer.resume(self.policy_version))
+        if self._phase is Phase.RESUMING:
             try:
-                self._resuming.result()
+                self._call.result()
             except ServerError as error:  # if the server lives, the end of the lease lets it decide
                 logger.warning("%s", error)
-        self._paused, self._asleep, self._pausing, self._resuming = False, False, None, None
+        self._enter(Phase.SAMPLING)
         self.servers.release_leases()
         super().close()
 
-    def _writes(self) -> int:
-        """Counts in-place writes to the parameters, to tell whether loading a checkpoint has written any."""
+    def _count_writes(self) -> int:
+        """Returns how often parameters were written in place, which tells whether a checkpoint was
+        loaded. An optimizer's kernels may write without being counted."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
 
-    def probe(self) -> float:
-        """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
-        self._probe.begin(self.policy_version)
-        return self._judge_probe()
+    # ------------------------------------------------------------------------------------ the proof
+
+    def _prove(self) -> None:
+        """Begins to compare fingerprints and, if one is due, a probe. Both are judged before the
+        next publish, or at once if none follows."""
+        self._proof.begin(self.policy_version)
+        if self._proof.begun and self._is_last():
+            self._judge_weights()
+        if self._probe is not None:
+            self._run_probe()
 
     def _run_probe(self) -> None:
-        """Begins a probe if one is due. It is judged before the next publish, and at once where none will come."""
-        if self._probe is None:
-            return
-        schedule, last = self._probe.schedule, self._is_last()
+        schedule = self._probe.schedule
+        last = self._is_last()
+
+        def count_and_decide() -> tuple[bool, bool, bool]:
+            due = schedule.due(time.perf_counter(), last)  # counts this publish
+            at_once = last or schedule.publishes == 1
+            return due, at_once, schedule.long
+
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
-        due, at_once, long = on_main(
-            lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1, schedule.long)
-        )
+        due, at_once, long = on_main(count_and_decide)
         if due:
             self._probe.begin(self.policy_version, long)
             if at_once:
                 self._judge_probe()
 
     def _judge_probe(self) -> float | None:
+        """Judges a probe that has begun. Returns its largest difference in nats, or `None` without
+        a probe."""
         if self._probe is None or not self._probe.begun:
             return None
         began = time.perf_counter()
         result = self._probe.judge()
-        difference = result.max_abs_diff
         ended = time.perf_counter()
-        self._probe.schedule.ran(ended - began, ended)
-        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
+        seconds = ended - began
+        self._probe.schedule.ran(seconds, ended)
+        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, result.max_abs_diff)
         for name, value in result._asdict().items():
             self._metrics[f"policy/probe_{name}"].append(value)
         self._metrics["policy/probe_first_mean_abs_diff"].append(self._probe.first.mean_abs_diff)
-        self._metrics["time/probe"].append(ended - began)
-        return difference
+        self._metrics["time/probe"].append(seconds)
+        return result.max_abs_diff
+
+
+def _require_settings(info: ServerInfo, args: Any) -> None:
+    """Raises `AttachError` if the server was not started for this configuration."""
+    if info.logprobs_mode != "processed_logprobs":
+        raise AttachError(
+            f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. "
+            "Start it with `--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, "
+            "which sets it."
+        )
+    if info.numerics != args.numerics:
+        raise AttachError(
+            f"The server computes with `--numerics {info.numerics}` and the trainer with "
+            f"`numerics: {args.numerics}`: start the server by `trl-atropos serve --numerics "
+            f"{args.numerics}`."
+        )
+    if args.numerics == "bitwise" and info.num_workers > 1:
+        raise AttachError(
+            "`numerics: bitwise` needs a server with one worker, and this one has "
+            f"{info.num_workers}, which add up sums in parts: start one without "
+            "`--tensor-parallel-size` and `--data-parallel-size`."
+        )
+    longest = args.max_sequence_length
+    if longest is not None and longest > info.max_model_len:
+        raise AttachError(
+            f"`max_sequence_length` is {longest}, but the server's max_model_len is "
+            f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
+            f"{longest}`."
+        )
+
+
+def _require_vocabulary(info: ServerInfo, tokenizer: Any) -> None:
+    """Raises `AttachError` if the server's tokenizer has another vocabulary than the trainer's."""
+    if info.tokenizer_fingerprint is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    if tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
+        raise AttachError(
+            f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server "
+            f"({info.model}) have different vocabularies, so the same ids mean different text. "
+            "Give both the same tokenizer."
+        )
 
 
 def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
-    """What the device comes to milliseconds before the end of a backward pass: the gradient of the third layer."""
-    event, layers = torch.cuda.Event(), [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    parameters = itertools.chain(*(layer.parameters() for layer in layers[2:3]), model.parameters())
+    """Returns an event that the device reaches milliseconds before a backward pass ends: the
+    gradient of the third layer."""
+    event = torch.cuda.Event()
+
+    def record(_: torch.Tensor) -> None:
+        event.record()
+
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    parameters = list(layers[2].parameters()) if len(layers) > 2 else []
+    parameters += model.parameters()
     trained = next(parameter for parameter in parameters if parameter.requires_grad)
-    trained.register_post_accumulate_grad_hook(lambda _: event.record())
+    trained.register_post_accumulate_grad_hook(record)
     return event
 
 
 def _synchronize() -> None:
-    """Waits for what is queued on the device."""
+    """Returns when the device has done what is queued on it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,5 +1,9 @@
-"""`Transfer`: how one mode moves the bytes of a new policy between pause and resume (`publisher.py`). What the modes
-share is here, too: views of a server's memory, and the trainer's end of a channel to the servers."""
+"""`Transfer`: how one mode moves a new policy to the servers.
+
+`publisher.py` calls `load` and `attach` once, then `pause`, `send` and `resume` for every publish,
+and compares what `fingerprinted` names. The modes share two more things: views of a server's memory
+(`open_views`), and the trainer's end of a channel to the servers (`open_channel`, `send_messages`).
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -7,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
 from trl_atropos.weights.adapters import Way
 
-ROOM = 0.05  # of a GPU's memory
+ROOM = 0.05  # share of a GPU's memory that `leave_room` leaves
 
 
 class Fingerprinted(NamedTuple):
@@ -27,143 +30,185 @@ class Fingerprinted(NamedTuple):
 
     of: str  # "weights" or "adapter"
     specs: list[ParameterSpec]
-    compute: Callable[[], torch.Tensor]  # Int64 (len(specs), 2): the trainer's. Called on every rank
-    times: int | None = None  # in how many publishes it is compared; None: in all
-    moves: bool = False  # to other memory of the servers with every publish
-    left_out: str = ""  # why nothing of it can be compared
+    # Returns the trainer's fingerprints, int64 of shape (len(specs), 2). Called on every rank.
+    compute: Callable[[], torch.Tensor]
+    times: int | None = None  # compared in so many publishes; None: in all
+    moves: bool = False  # every publish moves it to other memory of the servers
+    left_out: str = ""  # reason why nothing of it can be compared
 
 
 class Transfer(ABC):
-    """One subclass per mode. All methods are called on every rank."""
+    """
+    Moves weights to the servers, one subclass per mode. All methods are called on every rank.
 
-    in_place = False  # this process writes into the server's memory, so that its death would leave the weights torn
-    steps_in_place = False  # the optimizer's step is what writes there, so that the pause is around the step
-    adapter_way: Way = "merged"  # how the mode brings an adapter to the servers
-    clear_cache = True  # requests in flight recompute what they cached, because the weights that they use change
+    `pause`, `send` and `resume` are those of TRL's `WeightTransferProtocol`
+    (`trl.experimental.async_grpo`). `load` and `attach` do the work of its `init_weight_transfer`.
+
+    Attributes:
+        in_place (`bool`): This process writes into the server's memory, so that its death would
+            leave the weights torn.
+        steps_in_place (`bool`): The optimizer's step writes there, so that the server is paused
+            around the step.
+        adapter_way (`Way`): How the mode brings an adapter to the servers.
+        clear_cache (`bool`): Requests in flight recompute what they cached, because the weights
+            that they use change.
+    """
+
+    in_place = False
+    steps_in_place = False
+    adapter_way: Way = "merged"
+    clear_cache = True
 
     def __init__(self, servers: Servers):
         self.servers = servers
 
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple["Transfer", Any]:
-        """Connects to the servers. Returns the transfer to use, which may be another one, and the trainer's model."""
+        """Connects to the servers. Returns the transfer to use, which may be another one, and the
+        trainer's model."""
         self.servers.connect()
         return self, model
 
     @abstractmethod
     def attach(self, trainer: Any) -> None:
-        """Called once the trainer is built, with the leases held."""
+        """Prepares publishing. Called once the trainer is built, with the leases held."""
 
     def check(self) -> None:  # noqa: B027 - not every mode has something to check
-        """Raises if the trainer's parameters are no longer what they were at `attach`. Called before every pause."""
+        """Raises if the trainer's parameters are no longer what they were at `attach`. Called
+        before every pause."""
 
     def pause(self) -> Future:
-        """Has this rank's servers pause, in the background."""
+        """Lets this rank's servers pause, in the background."""
         in_place = self.in_place or self.steps_in_place
-        return self.servers.each_in_background(lambda client: client.pause(self.clear_cache, in_place))
+        return self.servers.each_in_background(
+            lambda client: client.pause(self.clear_cache, in_place)
+        )
 
     def fingerprinted(self) -> list["Fingerprinted"]:
-        """What the servers must have bit for bit. Called on every rank, once the trainer is built."""
+        """Returns the parts of the policy that the servers must have bit for bit. Called once the
+        trainer is built."""
         return []
 
     @abstractmethod
     def send(self, policy_version: int) -> int:
-        """Moves the weights of a version that the paused servers do not have yet. Returns how many bytes moved."""
+        """Moves the weights of a new version to the paused servers. Returns the number of bytes."""
 
     def resume(self, policy_version: int) -> Future:
-        """Has them go on with what was sent, in the background."""
+        """Lets the servers sample from this version, in the background."""
         return self.servers.each_in_background(lambda client: client.resume(policy_version))
 
 
 def open_views(
     parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded. Returns
-    (views, refused): by parameter name, the server's memory, or why there is no such view. A few parameters differ
-    where vLLM transforms them after loading. If most do, the server has other weights: an `AttachError`."""
+    """Opens the server's memory and compares it, bit for bit, with the values that the trainer has
+    loaded. Returns (views, refused), both by parameter name: the server's memory, and the reason if
+    a parameter has no view. A few parameters differ because vLLM transforms them after loading. If
+    most do, the server has other weights: an `AttachError`."""
     storages = [open_storage(handle) for handle in attachment.storages]
-    views, differing = {}, []
+    views = {}
+    differing = []
     for name, parameter in parameters:
         if name in attachment.refused:
             continue
         place = attachment.views[name]
-        view = storages[place.storage].view(parameter.dtype).as_strided(place.size, place.stride, place.offset)
+        storage = storages[place.storage].view(parameter.dtype)
+        view = storage.as_strided(place.size, place.stride, place.offset)
         if torch.equal(view, parameter.detach().to(view.device)):
             views[name] = view
         else:
             differing.append(name)
     if len(differing) > len(views):
         raise AttachError(
-            f"The server's weights differ from the trainer's model at {differing[0]!r}. The server serves another "
-            "model, or an earlier run has trained it: start it again on the model that the trainer loads."
+            f"The server's weights differ from the trainer's model at {differing[0]!r}. The server "
+            "serves another model, or an earlier run has trained it: start it again on the model "
+            "that the trainer loads."
         )
-    return views, attachment.refused | dict.fromkeys(differing, "vLLM transforms it, or has another value")
+    transformed = dict.fromkeys(differing, "vLLM transforms it, or has another value")
+    return views, attachment.refused | transformed
 
 
-# -------------------------------------------------------------------------------------- the trainer's end of a channel
+# ------------------------------------------------------------------- the trainer's end of a channel
 
 
-def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
-    """`"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0, a trainer on `device`, and a `weight_transport`."""
-    here = all(info.machine == machine_id() for info in servers.infos)
-    on_gpu, own, on_own = device.type == "cuda", uuid_of(device), shares_gpu(servers, device)
+def choose_transport(setting: str, servers: Servers, device: torch.device) -> str:
+    """Returns "nccl", "gloo" or "memory", for the servers of rank 0, a trainer on `device`, and a
+    `weight_transport`. Raises `AttachError` if the setting cannot work."""
+    on_gpu = device.type == "cuda"
+    gpu = uuid_of(device)
+    shares = shares_gpu(servers, device)
+    same_machine = all(info.machine == machine_id() for info in servers.infos)
     kinds = {info.device for info in servers.infos}
     if kinds != {device.type}:
         raise AttachError(
-            f"The trainer computes on {device.type}, the servers on {', '.join(sorted(kinds))}: weights go from GPU "
-            "to GPU or from CPU to CPU."
+            f"The trainer computes on {device.type}, the servers on {', '.join(sorted(kinds))}: "
+            "weights go from GPU to GPU or from CPU to CPU."
         )
-    if asked == "auto" and on_own and not here:
-        raise AttachError(
-            f"A server shares the trainer's GPU {own}, which NCCL cannot reach, and another server is on another "
-            "machine, which shared memory cannot reach. Give the trainer a GPU of its own."
-        )
-    if asked == "auto":
-        return "gloo" if not on_gpu else "memory" if on_own else "nccl"
-    if asked == "memory" and not here:
-        wrong = "shares memory, but a server runs on another machine (or in another container)"
-    elif asked == "nccl" and not on_gpu:
-        wrong = "goes from GPU to GPU, but this run is on the CPU"
-    # With NCCL_HOSTID set, NCCL takes two processes on one GPU for two machines, and goes through sockets.
-    elif asked == "nccl" and on_own and "NCCL_HOSTID" not in os.environ:
-        wrong = f"connects GPUs, but a server shares the trainer's GPU {own}"
-    else:
-        return asked
-    raise AttachError(f"`weight_transport: {asked}` {wrong}: set it to auto.")
+    if setting == "auto":
+        if shares and not same_machine:
+            raise AttachError(
+                f"A server shares the trainer's GPU {gpu}, which NCCL cannot reach, and another "
+                "server is on another machine, which shared memory cannot reach. Give the trainer "
+                "a GPU of its own."
+            )
+        if not on_gpu:
+            return "gloo"
+        return "memory" if shares else "nccl"
+    problem = ""
+    if setting == "memory" and not same_machine:
+        problem = "shares memory, but a server runs on another machine (or in another container)"
+    elif setting == "nccl" and not on_gpu:
+        problem = "goes from GPU to GPU, but this run is on the CPU"
+    # With NCCL_HOSTID set, NCCL takes two processes on one GPU for two machines, and goes through
+    # sockets.
+    elif setting == "nccl" and shares and "NCCL_HOSTID" not in os.environ:
+        problem = f"connects GPUs, but a server shares the trainer's GPU {gpu}"
+    if problem:
+        raise AttachError(f"`weight_transport: {setting}` {problem}: set it to auto.")
+    return setting
 
 
 def uuid_of(device: torch.device) -> str:
-    """Of a GPU; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """Returns the UUID of a GPU, or `""` for the CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shares_gpu(servers: Servers, device: torch.device) -> bool:
-    """Whether one of this rank's servers computes on the trainer's GPU."""
-    return any(uuid_of(device) in info.device_uuids for info in servers.infos)
+    """Returns whether one of this rank's servers computes on the trainer's GPU."""
+    uuid = uuid_of(device)
+    return any(uuid in info.device_uuids for info in servers.infos)
 
 
 def leave_room(device: torch.device) -> None:
-    """Has torch give back memory that it keeps for later, before it takes the last `ROOM` of a GPU: the server would
-    not find what its next step takes, and die."""
-    (free, total), own = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(max(own, own + free - ROOM * total) / total, device.index)
+    """Forbids torch the last `ROOM` of a GPU: before, it gives back memory that it keeps for later.
+    Otherwise the server would not find the memory of its next step, and die."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = max(reserved, reserved + free - ROOM * total)
+    torch.cuda.set_per_process_memory_fraction(allowed / total, device.index)
 
 
-def open_channel(transport: str, servers: Servers, device: torch.device, num_bytes: int) -> channels.Channel:
+def open_channel(
+    transport: str, servers: Servers, device: torch.device, num_bytes: int
+) -> channels.Channel:
     """Opens a channel to all of this rank's servers, for messages of up to `num_bytes`."""
     if transport == "memory":
         channel, specification = channels.open_memory(device, num_bytes)
         servers.each_here(lambda client: client.open_channel(specification))
         return channel
-    pairs = zip(servers.clients, servers.infos, strict=True)
-    members = [(client.host, info.num_workers, client.open_channel) for client, info in pairs]
+    members = []
+    for client, info in zip(servers.clients, servers.infos, strict=True):
+        members.append((client.host, info.num_workers, client.open_channel))
     try:
         return channels.open_group(transport, device, members, servers.timeout)
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
         raise AttachError(
-            f"The servers at {', '.join(servers.urls)} did not join a {transport} group with the trainer: {error}. "
-            "Look at their logs; behind a firewall, the servers must reach the trainer's machine on any port."
+            f"The servers at {', '.join(servers.urls)} did not join a {transport} group with the "
+            f"trainer: {error}. Look at their logs; behind a firewall, the servers must reach the "
+            "trainer's machine on any port."
         ) from error
 
 
@@ -173,43 +218,55 @@ def send_messages(
     servers: Servers,
     receive: Callable[[ServerClient], None],
 ) -> None:
-    """Sends messages one after the other while `receive` lets every server take them. Each is a buffer of the channel,
-    and filled when it is asked for, which it is when the last but one has arrived. Raises `ServerError` if a server
-    does not take all."""
+    """Sends messages one after the other while `receive` lets every server take them. Each is a
+    buffer of the channel. It is filled when the iterator yields it, after the last but one has
+    arrived. Raises `ServerError` if a server does not take all."""
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
-            f"A transfer to the server at {names} broke off before, and its rest could be taken for the next: build "
-            "the trainer again (its last checkpoint can be resumed)."
+            f"A transfer to the server at {names} broke off before, and its rest could be taken "
+            "for the next: build the trainer again (its last checkpoint can be resumed)."
         )
     first = next(messages)
     channel.broken = True  # until all messages have arrived
     num_bytes = first.numel()
-    ask = partial(channels.in_background, lambda: servers.each_here(receive))
-    # A broadcast may wait for those that it goes to; in shared memory, the message must be there when they look.
-    received = ask() if channel.streams else None
+    receiving: Future | None = None
 
-    def wait_for(done: Callable[[bool], bool]) -> None:
+    def begin_to_receive() -> Future:
+        return channels.in_background(lambda: servers.each_here(receive))
+
+    def wait_for(arrived: Callable[[bool], bool]) -> None:
         what = f"{names} to receive {num_bytes} bytes"
-        channels.wait_for(lambda: done(channels.has_ended(received)), servers.timeout, what)
+        channels.wait_for(lambda: arrived(channels.has_ended(receiving)), servers.timeout, what)
 
+    # A broadcast may wait for its receivers. A message in shared memory must be there before they
+    # look.
+    if channel.streams:
+        receiving = begin_to_receive()
     try:
         traveling = deque([channel.send(first)])
-        received = received or ask()
+        if receiving is None:
+            receiving = begin_to_receive()
         for message in messages:
             num_bytes += message.numel()
             traveling.append(channel.send(message))
             wait_for(lambda _: traveling[0]())
             traveling.popleft()
-        wait_for(lambda all_received: all_received and all(has_arrived() for has_arrived in traveling))
+        wait_for(
+            lambda all_received: all_received and all(has_arrived() for has_arrived in traveling)
+        )
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
+        # The server's own error says more: it gets a second to come.
         with suppress(channels.ChannelError):
-            own = "the server's own error, which says more"
-            channels.wait_for(lambda: received is not None and channels.has_ended(received), 1.0, own)
+            channels.wait_for(
+                lambda: receiving is not None and channels.has_ended(receiving),
+                1.0,
+                "the server's own error",
+            )
         raise ServerError(
-            f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says "
-            "why; if it hangs, raise `publish_timeout` or restart it."
+            f"The transfer of weights to the server at {names} broke off: {error}. If the server "
+            "died, its log says why; if it hangs, raise `publish_timeout` or restart it."
         ) from error
     channel.broken = False

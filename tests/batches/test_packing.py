@@ -1,0 +1,585 @@
+"""Rollouts in one row are scored as each of them alone, for every family of models, or the family
+is padded."""
+
+import contextlib
+import gc
+import math
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from benchmarks.models import make_model as write_model
+from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
+from tests.weights.architectures import FAMILIES, make_model
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.batches import packing, trial
+from trl_atropos.batches.generation_batch import GenerationBatch
+from trl_atropos.batches.micro_batches import without_padding
+from trl_atropos.weights.model_setup import keep_soft_cap, prepare_model
+
+CPU = torch.device("cpu")
+# Tokens. Two rollouts side by side are as long; the longest are longer than the window of
+# `Ministral`.
+PROMPTS, COMPLETIONS = [7, 3, 3, 1, 6], [40, 12, 12, 25, 1]
+P, C = max(PROMPTS), max(COMPLETIONS)
+LEAKS = "carry something from one rollout"
+PADDED = {  # families that cannot be packed, and why
+    **dict.fromkeys(
+        ("Gemma 2", "GPT-J", "GPT-OSS", "BLOOM", "Mamba", "Mamba 2"), "computed by `eager`"
+    ),
+    "Falcon": "computed by `sdpa`",  # its own, which cannot be told another
+    **dict.fromkeys(("StableLM", "Nemotron"), LEAKS),  # they do not pass the borders on
+    **dict.fromkeys(("Qwen3-Next", "Granite 4 (hybrid)", "Granite 4 (hybrid, experts)"), LEAKS),
+    **dict.fromkeys(("Nemotron-H", "Zamba 2", "Falcon-H1", "LFM2-MoE"), LEAKS),
+    "Llama 4": "2 of 2 layers have a window of 128 tokens in their mask, and pass one of None",
+}
+
+
+class NoTrainer:
+    class accelerator:
+        autocast = staticmethod(contextlib.nullcontext)
+
+
+# TRL's own scoring, of which only autocast needs a trainer.
+FORWARD = partial(
+    GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__, NoTrainer(), compute_entropy=True
+)
+
+
+def load(folder) -> torch.nn.Module:
+    """As the trainer has it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    keep_soft_cap(model)
+    prepare_model(model, warn=False)
+    packing.use_packed_attention(model)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return load(tiny_model)
+
+
+def padded(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of rollouts as TRL pads them, (5, P + C)."""
+    ids = torch.randint(
+        vocabulary, (len(PROMPTS), P + C), generator=torch.Generator().manual_seed(0)
+    )
+    columns = torch.arange(P + C)
+    prompts, completions = torch.tensor(PROMPTS)[:, None], torch.tensor(COMPLETIONS)[:, None]
+    mask = ((columns >= P - prompts) & (columns < P + completions)).long()
+    return ids * mask, mask
+
+
+def padded_alike(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """The first, second and last rollout begin with the same seven tokens, which is what the last
+    value says."""
+    ids, mask = padded(vocabulary)
+    mask[:, :P] = torch.arange(P) >= P - torch.tensor([7, 7, 3, 1, 7])[:, None]
+    ids[[1, 4], :P] = ids[0, :P]
+    return ids, mask, np.array([5, 5, 3, 1, 5])
+
+
+def how_of(model, multiple: int = 1) -> packing.How:
+    return packing.How.of(model, CPU, None, multiple)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_scored_alike_or_padded(name, tmp_path):
+    make_model(FAMILIES[name], tmp_path, "float32")
+    model = load(tmp_path)
+    why = trial.why_padded(model, model, how_of(model))
+    assert (why is None) == (name not in PADDED), why
+    if why is not None:
+        assert PADDED[name] in why
+        return
+    ids, mask = padded(model.config.get_text_config().vocab_size - 1)
+    scored_as_apart(model, ids, mask, how_of(model), None)
+    assert trial.why_unshared(model, model, how_of(model)) is None
+    ids, mask, alike = padded_alike(model.config.get_text_config().vocab_size - 1)
+    scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), alike)
+
+
+def scored_as_apart(model, ids, mask, how, alike) -> None:
+    parts = [slice(0, 2), slice(2, 5)] if alike is None else [slice(0, 5)]
+    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, how, alike)
+    apart = without_padding(partial(FORWARD, model), ids, mask, C, [slice(0, 4), slice(4, 5)])
+    for mine, other in zip(packed[:2], apart[:2], strict=True):
+        assert (mine - other).abs().max() <= 1e-5
+    model.zero_grad()
+    packed[0].sum().backward()
+    mine = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    apart[0].sum().backward()
+    for one, parameter in zip(mine, model.parameters(), strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy, multiple):
+    ids, mask = padded(250)
+    seen = []
+
+    def model(**inputs):
+        seen.append(inputs)
+
+    def forward(model, row, scored, keep):
+        model(input_ids=row, attention_mask=scored)
+        scores = (row * scored)[:, 1:].float()  # of a token where the one before it stands
+        return scores, -scores, None
+
+    layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, how_of(policy, multiple))
+    scores, entropies, auxiliary = packing.score_packed(forward, model, ids, C, layout)
+    assert torch.equal(scores, (ids * mask)[:, P:].float())
+    assert torch.equal(entropies, -scores)
+    assert auxiliary is None
+    (inputs,) = seen
+    lengths = [p + c for p, c in zip(PROMPTS, COMPLETIONS)]
+    useful = sum(lengths)
+    assert inputs["input_ids"].shape == (1, math.ceil(useful / multiple) * multiple)
+    # neighbours of the same length are one batch
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    assert torch.equal(
+        inputs["input_ids"][0, :useful], torch.cat([ids[one][mask[one].bool()] for one in order])
+    )
+    positions = torch.cat([torch.arange(lengths[one]) for one in order])
+    assert torch.equal(inputs["position_ids"][0, :useful], positions)
+    assert int(inputs["rollout_lengths"][0].sum()) == inputs["input_ids"].size(1)
+
+
+def test_examples_in_the_comments_are_true():
+    """Of rollouts `. a | b .` and `c d | e f`, then of `c d | b .` and `c d | e f`."""
+    how = packing.How(packing.ATTENTION, CPU, torch.float32)
+    packed = packing.Layout.of([1, 2], [1, 2], 2, 2, how)
+    assert packed.tokens.tolist() == [[1, 2, 4, 5, 6, 7]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.scored.tolist() == [[0, 1, 0, 0, 1, 1]]
+    assert packed.predicts.tolist() == [0, 3, 4]
+    assert packed.columns.tolist() == [0, 2, 3]
+
+    padded = packing.Layout.padded(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 0], [1, 1]]))
+    assert padded.tokens.tolist() == [[1, 2, 1, 1], [4, 5, 6, 7]]
+    assert padded.scored.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
+    assert padded.predicts.tolist() == [0, 5, 6]
+    assert padded.columns.tolist() == [0, 2, 3]
+
+    shared = packing.Layout.of([2, 2], [1, 2], 2, 2, how._replace(shares=True), alike=[0, 0])
+    assert shared.tokens.tolist() == [[0, 1, 2, 5, 6, 7]]
+    assert shared.inputs["position_ids"].tolist() == [[0, 1, 2, 1, 2, 3]]
+    assert shared.inputs["rollout_keys"].tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
+    assert shared.inputs["rollout_lengths"].tolist() == [[1, 2, 3], [1, 3, 4]]
+    assert packing._mask(2, 4, 2, CPU).int().tolist() == [[[[0, 1, 1, 0], [0, 0, 1, 1]]]]
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
+    """But for its last token, which predicts another one in each of them."""
+    how = how_of(policy, multiple)._replace(shares=True)
+    layout = packing.Layout.of([4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how, alike=[1, 1, 0, 1])
+    places = torch.arange(4 * 9).view(4, 9)  # into the flattened (B, P + C)
+    prompt, third = places[0, :3], places[2, 2:]
+    rest = [places[1, 3:6], places[0, 3:7], places[3, 3:7]]  # the shorter one first
+    useful = torch.cat([prompt, third, *rest])
+    assert torch.equal(layout.tokens[0, : len(useful)], useful)
+    positions = layout.inputs["position_ids"][0, : len(useful)]
+    assert positions.tolist() == [0, 1, 2, *range(7), 3, 4, 5, 3, 4, 5, 6, 3, 4, 5, 6]
+    assert layout.inputs["rollout_lengths"][:, :5].tolist() == [[3, 7, 3, 4, 4], [3, 7, 6, 7, 7]]
+    shared = range(3)
+    keys = [*shared, *range(3, 10)]  # of the prompt, and of the third rollout
+    keys += [*shared, *range(10, 13), *shared, *range(13, 17), *shared, *range(17, 21)]
+    assert layout.inputs["rollout_keys"].tolist()[: len(keys)] == keys
+    assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["rollout_lengths"][1].sum())
+    assert layout.tokens.size(1) == math.ceil(len(useful) / multiple) * multiple
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatch):
+    """What `varlen_attn` gets on GPUs, computed here by its definition: queries are at the end of
+    their keys."""
+
+    def kernel(
+        query, key, value, borders, key_borders, most, most_keys, *, scale, window_size, enable_gqa
+    ):
+        assert [most, most_keys] == [
+            int(each.diff().max()) for each in (borders, key_borders)
+        ] and enable_gqa
+        attended = []
+        for begin, end, first, last in zip(borders, borders[1:], key_borders, key_borders[1:]):
+            distance = torch.arange(last - first - (end - begin), last - first)[
+                :, None
+            ] - torch.arange(last - first)
+            seen = (distance >= 0) & (distance <= (window_size[0] if window else distance))
+            q, k, v = (
+                query[begin:end],
+                key[first:last].repeat_interleave(2, 1),
+                value[first:last].repeat_interleave(2, 1),
+            )
+            scores = (
+                (torch.einsum("qhd,khd->hqk", q, k) * scale)
+                .masked_fill(~seen, -math.inf)
+                .softmax(-1)
+            )
+            attended.append(torch.einsum("hqk,khd->qhd", scores, v))
+        return torch.cat(attended)
+
+    layout = packing.Layout.of(
+        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how_of(policy)._replace(shares=True), [1, 1, 0, 1]
+    )
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, layout.tokens.numel(), 8, generator=draw) for heads in (4, 2, 2)
+    )
+    keys, lengths = layout.inputs["rollout_keys"], layout.inputs["rollout_lengths"]
+    options = {"scaling": 0.3, "sliding_window": window}
+    layer = policy.model.layers[0].self_attn
+    monkeypatch.setattr(layer, "num_key_value_groups", 2)
+    apart, _ = packing.attend(layer, query, key, value, None, keys, lengths, dropout=0.0, **options)
+    borders, key_borders = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
+    options |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": key_borders}
+    options |= {"max_length_q": int(lengths[0].max()), "max_length_k": int(lengths[1].max())}
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    at_once, _ = packing.attend(layer, query, key, value, None, keys, dropout=0.0, **options)
+    torch.testing.assert_close(at_once, apart)
+
+
+def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(policy):
+    """With queries of 0, all keys that a token sees have the same weight."""
+    count = 2000
+    layout = packing.Layout.of(
+        [4] * count, [1] * count, 4, 1, how_of(policy)._replace(shares=True), [0] * count
+    )
+    # three tokens of the prompt, then its last one and a completion of each rollout
+    length = layout.tokens.numel()
+    assert length == 3 + 2 * count
+    query, key, value = (
+        torch.zeros(1, heads, length, 8, dtype=torch.bfloat16) for heads in (2, 1, 1)
+    )
+    value.requires_grad_()
+    places = layout.inputs["rollout_keys"], layout.inputs["rollout_lengths"]
+    attended, _ = packing.attend(
+        policy.model.layers[0].self_attn, query, key, value, None, *places, dropout=0.0
+    )
+    attended.sum().backward()
+    of_each_rollout = 1 / 4 + 1 / 5  # from its two tokens, which see four and five keys
+    of_the_prompt = torch.tensor([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3])
+    expected = 2 * (of_the_prompt + count * of_each_rollout)  # two heads of queries
+    torch.testing.assert_close(value.grad[0, 0, :3, 0].float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("prompts, alike", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)])
+def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(policy, prompts, alike):
+    how = how_of(policy)._replace(shares=True)
+    assert "rollout_keys" not in packing.Layout.of(prompts, [9, 9], 3, 9, how, alike).inputs
+    # 2 of 86 tokens
+    assert "rollout_keys" not in packing.Layout.of([3, 3], [40, 40], 3, 40, how, [0, 0]).inputs
+
+
+def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
+    # with prompts of 3 to 7 tokens
+    groups, steps, tokens = uniform_batch(tiny_model, 4, 8, 0), [], [0, 0]
+    trimmed = GenerationBatch._trimmed
+    for number, shares in enumerate((True, False)):
+        settings = {"per_device_train_batch_size": 16, "max_steps": 2, "share_prompts": shares}
+        trainer = make_trainer(tiny_model, tmp_path / str(shares), groups, **settings)
+
+        def counted(*args, number=number):
+            micro_batch = trimmed(*args)
+            tokens[number] += micro_batch["layout"].tokens.numel()
+            return micro_batch
+
+        monkeypatch.setattr(GenerationBatch, "_trimmed", counted)
+        trainer.train()
+        steps.append(step_logs(trainer))
+    assert tokens[0] < 0.85 * tokens[1]
+    for name in ("loss", "grad_norm", "entropy"):
+        mine, other = ([step[name] for step in one] for one in steps)
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
+    ids, mask = padded(250)
+    mask[1:3, P:] = 0
+    scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], how_of(policy))[0]
+    apart = without_padding(partial(FORWARD, policy), ids, mask, C, [slice(0, 5)])[0]
+    assert (scores - apart).abs().max() <= 1e-5
+    assert not scores[1:3].any()
+    none = packing.score_all(
+        FORWARD, policy, ids[1:3], mask[1:3], C, [slice(0, 2)], how_of(policy)
+    )[0]
+    assert none.shape == (2, C)
+    assert not none.any()
+
+
+def test_models_on_gpus_in_16_bits_get_the_borders_of_one_kernel(policy):
+    """What `varlen_attn` takes: the CPU has no such kernel."""
+    inputs = (
+        how_of(policy)
+        ._replace(attention="flash_attention_2")
+        .inputs(torch.arange(3)[None], torch.tensor([2, 1]).numpy())
+    )
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 2, 3]
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 2
+    assert inputs["attention_mask"] is None
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+
+
+def test_a_model_that_must_be_padded_is_and_the_run_says_why(tiny_model, tmp_path, caplog):
+    batch = uniform_batch(tiny_model, 4, 4, 0)
+    settings = {"per_device_train_batch_size": 16, "max_steps": 1}
+    steps = []
+    for attention in ("eager", "sdpa"):
+        init = {"dtype": "float32", "attn_implementation": attention}
+        trainer = make_trainer(
+            tiny_model, tmp_path / attention, batch, model_init_kwargs=init, **settings
+        )
+        trainer.train()
+        assert (trainer.computation.packs is None) == (attention == "eager")
+        steps.append(step_logs(trainer)[0])
+    said = [
+        record.getMessage() for record in caplog.records if "padding_free" in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert said[0].endswith("because of this model: its attention is computed by `eager`.")
+    assert steps[0]["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4, abs=1e-6)
+    assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=1e-4)
+
+
+def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
+    from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": 250,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
+    with torch.device("meta"):
+        large = Qwen3ForCausalLM(Qwen3Config(**sizes, hidden_size=2048, intermediate_size=6144))
+        small = Qwen3ForCausalLM(Qwen3Config(**sizes, hidden_size=64, intermediate_size=64))
+        experts = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**sizes, hidden_size=2048, intermediate_size=6144)
+        )
+    gpu = torch.device("cuda")
+    assert packing.worth_compiling(large, gpu)
+    assert not packing.worth_compiling(large, CPU)
+    assert not packing.worth_compiling(small, gpu)
+    assert not packing.worth_compiling(experts, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shares", [False, True], ids=["own prompts", "shared prompts"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Llama", "Ministral", "GPT-2"])
+def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, shares, tmp_path):
+    make_model(FAMILIES[name], tmp_path, "float32")
+    alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
+    how = packing.How.of(packed, torch.device("cuda"), None, 1)
+    assert trial.why_padded(packed, packed, how) is None
+    if compiled:
+        packing.compile_layers(packed)
+    assert trial.why_unshared(packed, packed, how) is None
+    ids, mask, alike = padded_alike(250) if shares else (*padded(250), None)
+    ids, mask, parts = (
+        ids.cuda(),
+        mask.cuda(),
+        [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)],
+    )
+    scores = packing.score_all(
+        FORWARD, packed, ids, mask, C, parts, how._replace(shares=shares), alike
+    )[0]
+    apart = without_padding(partial(FORWARD, alone), ids, mask, C, [slice(0, 4), slice(4, 5)])[0]
+    rounding = 0.05 if dtype == torch.bfloat16 else 5e-3  # of the embeddings' 250 tokens; TF32
+    assert (scores - apart).abs().max() <= rounding
+    for each in (scores, apart):
+        each.sum().backward()
+    for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            scale = other.grad.norm()
+            assert (one.grad.float() - other.grad).norm() <= 0.1 * scale
+
+
+@pytest.mark.slow
+def test_compiled_layers_take_the_same_steps(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
+    settings = {
+        "per_device_train_batch_size": 16,
+        "max_steps": 3,
+        "max_tokens_per_micro_batch": 128,
+    }
+    found = []
+    for compiled in (False, True):
+        trainer = make_trainer(
+            tiny_model, tmp_path / str(compiled), *batches, compile_layers=compiled, **settings
+        )
+        trainer.train()
+        assert all(
+            (layer._compiled_call_impl is not None) == compiled
+            for layer in trainer.model.model.layers
+        )
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
+    assert found[1] == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in found[0]]
+
+
+on_a_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+ROWS = {  # lengths of rollouts; torch compiles for the CPU anew below 1,025 tokens and above 4,096
+    "cpu": [[900, 200], [1100], [1000, 107], [600] * 2, [2030], [450] * 5, [10] * 140],
+    "cuda": [
+        [900, 60],
+        [1],
+        [100, 7],
+        [300] * 2,
+        [1030] * 2,
+        [2600],
+        [450] * 10,
+        [16] * 400,
+        [1500] * 10,
+    ],
+}
+
+
+@torch.library.custom_op("trl_atropos::tested_varlen", mutates_args=())
+def kernel_of_any_lengths(
+    query: torch.Tensor, keys: torch.Tensor, borders: torch.Tensor, most: int, most_keys: int
+) -> torch.Tensor:
+    return query.clone()
+
+
+kernel_of_any_lengths.register_fake(lambda query, *_: torch.empty_like(query))
+kernel_of_any_lengths.register_autograd(
+    lambda context, gradient: (gradient, None, None, None, None)
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "width"),
+    [
+        pytest.param("cpu", 64, marks=pytest.mark.slow(20)),
+        pytest.param("cuda", 1024, marks=on_a_gpu),
+    ],
+)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, adapter, monkeypatch):
+    """On the CPU, with what layers get on a GPU and a kernel in place of the GPU's."""
+    from torch._dynamo.utils import counters
+    from transformers import Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    config = Qwen3Config(
+        vocab_size=250, hidden_size=width, intermediate_size=96, num_hidden_layers=2, **heads
+    )
+    config.use_cache = False
+    model = Qwen3ForCausalLM(config)
+    if adapter:
+        inject_adapter_in_model(LoraConfig(target_modules="all-linear"), model)
+    model.to(device, torch.bfloat16)
+    packing.use_packed_attention(model)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    how = packing.How.of(model, torch.device(device), None, 1)
+    if device == "cpu":
+        how = how._replace(attention="flash_attention_2")
+
+        def kernel(query, key, _value, borders, _, *most, **__):
+            return kernel_of_any_lengths(query, key, borders, *most)
+
+        monkeypatch.setattr(packing, "varlen_attn", kernel)
+    packing.compile_layers(model)
+    before, compiled = counters["stats"]["unique_graphs"], []
+    for lengths in ROWS[device]:
+        layout = packing.Layout.of([1] * len(lengths), lengths, 1, max(lengths), how)
+        layout.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        ids = torch.ones(len(lengths), 1 + max(lengths), dtype=torch.int64, device=device)
+        packing.score_packed(FORWARD, model, ids, max(lengths), layout)[0].sum().backward()
+        compiled.append(counters["stats"]["unique_graphs"] - before)
+    assert compiled == [1] * len(compiled)
+    with torch.no_grad():  # once more for scores alone, and not for each kind of input
+        packing.score_packed(FORWARD, model, ids, max(lengths), layout)
+    assert counters["stats"]["unique_graphs"] - before == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "rollouts", "longest", "steps", "exact_steps"),
+    [
+        pytest.param("0.5M", 16, 64, 6, 3, marks=pytest.mark.slow(20)),
+        pytest.param("0.44B", 128, 1024, 100, 8, marks=on_a_gpu),
+    ],
+)
+def test_many_steps_of_a_real_size_differ_by_rounding_alone(
+    params, rollouts, longest, steps, exact_steps, tmp_path
+):
+    """Packed and compiled, as shipped, beside padded and eager. Both may be off by as much as
+    bfloat16 makes of the loss, which float32 tells on the first of these steps; so they may differ
+    by twice as much."""
+    write_model(tmp_path / "model", params, "bfloat16")
+    generator = np.random.default_rng(0)
+
+    def sequence(prompt: int = 4) -> dict[str, list]:
+        length = min(longest, int(generator.geometric(3 / longest)))
+        tokens = generator.integers(0, 256, prompt + length).tolist()
+        logprobs = [1.0] * prompt + (-np.log(258) - abs(generator.normal(0, 0.3, length))).tolist()
+        return {
+            "tokens": tokens,
+            "masks": [-100] * prompt + tokens[prompt:],
+            "inference_logprobs": logprobs,
+        }
+
+    def group(size: int = 8) -> dict[str, list]:
+        rows = [sequence() for _ in range(size)]
+        return {key: [row[key] for row in rows] for key in rows[0]} | {
+            "scores": generator.normal(size=size).tolist()
+        }
+
+    recording = record(
+        tmp_path / "rollouts.jsonl",
+        *([group() for _ in range(rollouts // 8)] for _ in range(steps)),
+    )
+
+    def losses(name: str, number: int, dtype: str = "bfloat16", **settings) -> np.ndarray:
+        usual = arguments(
+            tmp_path / name, replay_paths=[recording], max_steps=number, learning_rate=1e-6
+        )
+        usual |= {"per_device_train_batch_size": rollouts, "max_completion_length": longest}
+        usual |= {"lr_scheduler_type": "constant"}
+        usual |= {
+            "model_init_kwargs": {"dtype": dtype},
+            "vllm_importance_sampling_mode": "token_truncate",
+        }
+        usual |= {"use_cpu": not torch.cuda.is_available(), "logging_nan_inf_filter": False}
+        trainer = AtroposGRPOTrainer(str(tmp_path / "model"), AtroposGRPOConfig(**usual | settings))
+        began = time.monotonic()
+        trainer.train()
+        print(f"{name}: {number} steps in {time.monotonic() - began:.0f} s")
+        found = np.array([entry["loss"] for entry in step_logs(trainer)])
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found
+
+    padded = {"padding_free": False, "compile_layers": False}
+    exact, plain = (
+        losses("float32", exact_steps, "float32", **padded),
+        losses("padded", steps, **padded),
+    )
+    rounding = np.abs(plain[:exact_steps] - exact).max()
+    apart = np.abs(losses("shipped", steps) - plain)
+    print(
+        f"losses of {np.abs(plain).mean():.1e} in the mean; bfloat16 is off by {rounding:.1e} at "
+        f"most, packed and padded differ by {apart.max():.1e} at most and {apart.mean():.1e} in "
+        "the mean"
+    )
+    assert apart.max() <= 2 * rounding

@@ -1,0 +1,235 @@
+"""A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
+`HOME`.
+
+It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial
+scores, one of 0 and 1.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launching import ROOT, Run, free_urls, make_model
+from tests.report.browser import Browser, find_browser
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.spool import read_rollouts
+from trl_atropos.weights.checkpoint import whole_checkpoints
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.slow(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+BIN = Path(sys.executable).parent
+SHELL = {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/root")}
+STEPS = 16
+BATCH = 16
+EVALUATED = [0, 8, 16]
+GONE_WITHIN = 80.0  # seconds
+RUN_WITHIN = 400.0
+# has a `collect_trajectories` of its own, and partial scores
+BY_GROUP = "recipes/quickstart/environment.py"
+# has only `collect_trajectory`, and scores of 0 and 1
+ONE_BY_ONE = "tests/end_to_end/one_by_one_environment.py"
+
+
+def write_recipe(folder: Path) -> Path:
+    atropos_url, vllm_url = free_urls(2)
+    recipe = {
+        "model_name_or_path": str(make_model(folder / "model")),
+        "output_dir": str(folder / "run"),
+        "start_atropos": True,
+        "start_vllm": True,
+        "atropos_url": atropos_url,
+        "vllm_server_base_url": vllm_url,
+        "vllm_mode": "colocate",
+        "vllm_args": ["--max-model-len", "512"],
+        "environments": [
+            {"path": BY_GROUP, "name": "by_group"},
+            {"path": ONE_BY_ONE, "name": "one_by_one"},
+        ],
+        "evaluations": [
+            # So many that some letters are right of a model that has learned nothing.
+            {"path": BY_GROUP, "name": "partial", "problems": 64, "samples": 4, "every": 8},
+            {"path": ONE_BY_ONE, "name": "passes", "problems": 6, "samples": 2, "every": 8},
+        ],
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": BATCH,
+        "max_completion_length": 12,
+        "learning_rate": 5e-4,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "env": {"VLLM_CPU_KVCACHE_SPACE": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@dataclass
+class Told:
+    """What a command showed, the code that it ended with, and what was left of its processes."""
+
+    output: str
+    code: int
+    left: list[str]
+
+
+def train(recipe: Path, folder: Path, *flags: str, stop_at: Path | None = None) -> Told:
+    """Types `trl-atropos train` into a terminal, and Ctrl-C when there is a file `stop_at`."""
+    command = [str(BIN / "trl-atropos"), "train", str(recipe), *flags]
+    with Run(folder, folder.parent / "model", command=command, shell=SHELL, terminal=True) as run:
+        launcher = run.launcher
+        if stop_at is not None:
+            run.until(stop_at.exists, f"{stop_at} is there", RUN_WITHIN)
+            run.type("\x03")
+        deadline = time.monotonic() + (GONE_WITHIN if stop_at else RUN_WITHIN)
+        while launcher in run.processes():
+            assert time.monotonic() < deadline, run.output[-6000:]
+            time.sleep(0.1)
+        left = run.left()
+        return Told(run.output, run.exit_code(), left)
+
+
+@dataclass
+class Story:
+    """Everything that the user has after the last command."""
+
+    folder: Path
+    interrupted: Told
+    resumed: Told
+    report: subprocess.CompletedProcess
+    checkpoint: int  # step of the last one when the first command had ended
+
+    def records(self, key: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "run_log.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if key in record]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory) -> Story:
+    home = tmp_path_factory.mktemp("as_users")
+    recipe, folder = write_recipe(home), home / "run"
+    interrupted = train(recipe, folder, stop_at=folder / "checkpoint-4" / "trainer_state.json")
+    checkpoint = max(whole_checkpoints(str(folder)))
+    resumed = train(recipe, folder, "--resume_from_checkpoint", "true")
+    command = [str(BIN / "trl-atropos"), "report", str(folder)]
+    report = subprocess.run(
+        command, cwd=ROOT, env=SHELL, capture_output=True, text=True, timeout=120, check=False
+    )
+    return Story(folder, interrupted, resumed, report, checkpoint)
+
+
+def test_ctrl_c_ends_a_run_in_order_and_leaves_no_process(story):
+    after = story.interrupted.output.partition("^C")[2]
+    assert story.interrupted.code == 130
+    assert story.interrupted.left == []
+    assert "Traceback" not in story.interrupted.output
+    services = ["atropos", "vllm", "environment-by_group", "environment-one_by_one"]
+    assert [name for name in services if f"Stopped {name} in " not in after] == []
+    assert story.checkpoint < STEPS
+
+
+def test_the_run_goes_on_at_the_step_of_its_checkpoint(story):
+    assert (story.resumed.code, story.resumed.left) == (0, [])
+    assert "Traceback" not in story.resumed.output
+    assert "were not passed to `accelerate launch`" not in story.resumed.output
+    assert f"Mean reward since step {story.checkpoint}: " in story.resumed.output
+    assert [record["begin"] for record in story.records("begin")] == [0, story.checkpoint]
+    assert [record["end"] for record in story.records("end")] == [STEPS]
+    first = re.search(rf"step +(\d+)/{STEPS}", story.resumed.output)
+    assert int(first[1]) == story.checkpoint + 1
+
+
+def test_no_rollout_is_trained_twice_or_left_out(story):
+    rollouts: dict[int, Rollout] = {}
+    for path in (story.folder / "rollouts").glob("rows-*.arrow"):
+        start = int(path.stem.removeprefix("rows-"))
+        rollouts |= {start + offset: rollout for offset, rollout in enumerate(read_rollouts(path))}
+    lives = story.records("begin") + story.records("batch")
+    resumed_at = story.records("begin")[1]["at"]
+    # Steps after the checkpoint, which the first command had begun, are gone with its weights.
+    kept = [
+        record
+        for record in lives
+        if "batch" in record
+        and (record["at"] > resumed_at or record["batch"][1] <= story.checkpoint)
+    ]
+    assert [record["batch"] for record in kept] == [[step, step] for step in range(1, STEPS + 1)]
+    trained = list(chain.from_iterable(range(*span) for record in kept for span in record["rows"]))
+    assert trained == list(range(STEPS * BATCH))
+    sampled = {(*rollouts[row].completion_ids, *rollouts[row].logprobs) for row in trained}
+    assert len(sampled) == STEPS * BATCH
+    assert kept[-1]["books"] == {"trained": STEPS * BATCH, "dropped": {}, "lost_with_api": 0}
+
+
+def test_rollouts_of_both_styles_have_a_known_policy_version(story):
+    logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
+    assert {log["health/unknown_version"] for log in logs} == {0.0}
+    assert {
+        log["rollouts/unknown_logprobs"] for log in logs if "rollouts/unknown_logprobs" in log
+    } == {0.0}
+    for environment in ("by_group", "one_by_one"):
+        assert sum(log.get(f"rollouts/rows_env_{environment}", 0.0) for log in logs) > 0
+    rollouts = [
+        rollout
+        for path in (story.folder / "rollouts").glob("rows-*.arrow")
+        for rollout in read_rollouts(path)
+    ]
+    assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}  # of the two
+    assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
+
+
+def test_evaluations_know_their_policy_versions(story):
+    found = [(record["evaluation"], record["step"]) for record in story.records("evaluation")]
+    assert sorted(found) == [(name, step) for name in ("partial", "passes") for step in EVALUATED]
+    for record in story.records("evaluation"):
+        oldest, newest = record["versions"]
+        assert oldest == record["step"] <= newest
+        assert newest == oldest or record["step"] not in (0, STEPS)
+    assert "policy version" not in story.interrupted.output + story.resumed.output
+
+
+def test_the_mean_is_shown_first_of_partial_scores_and_pass_at_1_of_others(story):
+    card = (story.folder / "README.md").read_text()
+    shown = story.interrupted.output + story.resumed.output
+    for text, times in ((shown, len(EVALUATED)), (card, 1)):
+        assert (
+            len(
+                re.findall(
+                    r"partial: mean score \S+ .*; pass@1 \S+ \(scores above 0\.5\) \(step", text
+                )
+            )
+            >= times
+        )
+        assert len(re.findall(r"passes: pass@1 \S+ \[.*\].* \(step", text)) >= times
+        assert "passes: mean" not in text
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")
+def test_the_report_names_environments_and_evaluations(story):
+    assert (story.report.returncode, story.report.stderr) == (0, "")
+    assert f"{story.folder}/report.html" in story.report.stdout
+    browser = Browser(find_browser())
+    page = browser.page()
+    page.open(story.folder / "report.html")
+    tiles = page.evaluate("document.getElementById('tiles').textContent")
+    assert page.errors == []
+    browser.close()
+    assert "Environmentsby_group, one_by_one" in tiles
+    assert f"Steps{STEPS} of {STEPS}" in tiles
+    assert "Evaluation partial, mean score" in tiles
+    assert "Evaluation passes, pass@1" in tiles

@@ -1,0 +1,325 @@
+"""`trl-atropos bench`, through the real command and with real servers."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.packed_loop import PackedLoop, Row
+from benchmarks.step_trainers import make_rows
+from benchmarks.weights import _rows_of, build_parser, table
+from tests.forge import FORKED_ENGINES
+from trl_atropos.weights.tolerance import Tolerance
+
+COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
+PATIENCE = 900.0  # seconds for one run on a machine that is busy with other things
+PHASES = ("pause_ms", "publish_ms", "resume_ms")
+
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
+
+
+def bench(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+    environment = os.environ | FORKED_ENGINES | ({} if folder is None else {"TMPDIR": str(folder)})
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
+    """The result as printed, the file that it was written to, and the folder that the models were
+    made in."""
+    folder = tmp_path_factory.mktemp("bench")
+    output = tmp_path_factory.mktemp("output") / "result.json"
+    grid = ["--modes", "colocate,nccl_lora", "--params", "1M", "--ranks", "8", "--repeats", "3"]
+    done = bench("weights", *grid, "--json", "--output", str(output), folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout), output, folder
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_every_configuration_has_a_row_with_all_numbers(measured):
+    rows = measured[0]["rows"]
+    assert [(row["mode"], row["rank"]) for row in rows] == [("colocate", None), ("nccl_lora", 8)]
+    for row in rows:
+        assert abs(row["params"] - 1e6) < 1e5
+        assert all(row[name] >= 0 for name in PHASES)
+        assert row["total_ms"] == row["pause_ms"] + row["publish_ms"] + row["resume_ms"]
+        assert row["first_publish_ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_colocate_moves_nothing_and_an_adapter_is_compared_with_a_bare_copy(measured):
+    colocate, adapter = measured[0]["rows"]
+    assert (colocate["bytes"], colocate["floor_ms"], colocate["ratio"], colocate["transport"]) == (
+        0,
+        0,
+        None,
+        None,
+    )
+    assert adapter["bytes"] > 0 and adapter["bytes"] % (4 * 8) == 0  # float32, and the rank
+    assert adapter["ratio"] == adapter["publish_ms"] / adapter["floor_ms"]
+    assert adapter["transport"] in ("gloo", "memory")
+    assert measured[0]["header"]["link_gb_per_s"][adapter["transport"]] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_the_server_samples_from_what_was_published(measured):
+    for row in measured[0]["rows"]:
+        allowed = Tolerance.of(row["device"]).max_abs
+        assert 0 < row["probe_max_abs_diff"] <= allowed  # 0 would be no comparison
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_the_file_holds_what_is_printed_and_the_models_are_gone(measured):
+    result, output, folder = measured
+    assert json.loads(output.read_text()) == result
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
+def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_path):
+    options = build_parser().parse_args(["--modes", "nccl_lora", "--ranks", "8,16"])
+    rows = list(
+        _rows_of(
+            "nccl_lora", tmp_path / "no model", "float32", tmp_path / "logs", {}, None, options
+        )
+    )
+    assert [row["rank"] for row in rows] == [8, 16]
+    for row in rows:
+        assert (
+            row["error"].startswith("ServiceError: vllm ended with exit code")
+            and "publish_ms" not in row
+        )
+    named = [{"mode": "nccl_lora", "model": "0.5M", **row} for row in rows]
+    assert f"nccl_lora at 0.5M failed: {rows[0]['error']}" in table(
+        {"header": {"link_gb_per_s": {}}, "rows": named}
+    )
+
+
+@pytest.mark.slow(20)
+def test_every_trainer_of_the_step_benchmark_takes_the_same_step():
+    trainers = ["trl", "tokens", "packed_loop"]
+    size = ["--params", "0.5M", "--rows", "8", "--micro_batch", "4", "--median", "16"]
+    size += ["--prompt", "8", "--longest", "64", "--shapes", "spread", "--rounds", "1"]
+    done = bench("step", "--trainers", ",".join(trainers), *size, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["trainer"] for row in rows] == trainers
+    of_trl, ours, _ = rows
+    assert ours["loss"] == pytest.approx(of_trl["loss"], abs=1e-6)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow(100)
+@pytest.mark.server
+def test_the_whole_loop_runs_beside_that_of_trl(tmp_path_factory):
+    """Our side with a real server, API and environment; TRL's samples by Transformers, for want of
+    a GPU."""
+    folder = tmp_path_factory.mktemp("loop")
+    size = [
+        "--params",
+        "0.5M",
+        "--sequences",
+        "16",
+        "--tokens",
+        "8",
+        "--steps",
+        "2",
+        "--micro_batch",
+        "8",
+    ]
+    done = bench(
+        "loop", "--against", "trl", "--sides", "trl,strict", *size, "--json", folder=folder
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs, strict = json.loads(done.stdout)["rows"]
+    assert (theirs["side"], strict["side"]) == ("trl", "strict")
+    assert strict["staleness"] == 0
+    assert strict["speedup"] == strict["sampled_per_s"] / theirs["sampled_per_s"]
+    for row in (theirs, strict):
+        # the prompts
+        assert row["trained_per_s"] - row["sampled_per_s"] == pytest.approx(4 * 16 / row["step_s"])
+    assert 0 < strict["publish_ms"] < 1e3 * strict["step_s"]
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["weights", "--modes", "colocate,serve"], "'serve' is no mode: name some of colocate, "),
+        (["weights", "--params", "20X"], "'20X' is no model size: write it like 20M"),
+        (["weights", "--params", "10K"], "'10K' is too small: ask for 0.5M parameters or more"),
+        (["weights", "--ranks", "8,0"], "'0' is no number of 1 or more"),
+        (["weights", "--ranks", "1024"], "1024: vLLM serves adapters of ranks up to 512"),
+        (["weights", "--repeats", "many"], "'many' is no number of 1 or more"),
+        (
+            ["weights", "--output", "no/such/folder/x.json"],
+            "no/such/folder/x.json does not exist: make it first",
+        ),
+        (["weights", "--sizes", "1M"], "unrecognized arguments: --sizes 1M"),
+        (
+            ["ingest", "--tokens", "1"],
+            "--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more",
+        ),
+        (["ingest", "--sequences", "9"], "--sequences 9 is not a multiple of --group_size 8"),
+        (["ingest", "--rounds", "0"], "'0' is no number of 1 or more"),
+        (["wheels"], "unknown benchmark 'wheels'. There are: weights, ingest"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_the_fix(arguments, message):
+    done = bench(*arguments)
+    assert done.returncode != 0 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["weights", "ingest"]),
+        (
+            ["weights", "--help"],
+            ["publish", "floor", "ratio", "colocate_lora", "--gpu_memory_utilization", "0.6B"],
+        ),
+        (["ingest", "--help"], ["orjson", "socket", "tensors", "ratio", "memory", "--sequences"]),
+    ],
+)
+def test_the_help_of_a_benchmark_explains_the_numbers(arguments, words):
+    done = bench(*arguments)
+    assert done.returncode == 0
+    for word in words:
+        assert word in done.stdout
+
+
+@pytest.fixture(scope="module")
+def ingested(tmp_path_factory) -> tuple[dict, Path, Path]:
+    """The result as printed, the file that it was written to, and the folder that the reply was
+    made in."""
+    folder = tmp_path_factory.mktemp("ingest")
+    output = tmp_path_factory.mktemp("output") / "result.json"
+    size = ["--sequences", "256", "--tokens", "512", "--rounds", "1"]
+    done = bench("ingest", *size, "--json", "--output", str(output), folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout), output, folder
+
+
+def test_a_batch_of_rollouts_is_measured_from_the_socket_to_the_tensors(ingested):
+    result, _, _ = ingested
+    assert (result["sequences"], result["tokens"]) == (256, 512)
+    assert result["reply_bytes"] > 20 * 256 * 512
+    assert all(result[f"{name}_ms"] > 0 for name in ("orjson", "socket", "rows", "tensors"))
+    assert result["total_ms"] == result["rows_ms"] + result["tensors_ms"]
+    assert result["ratio"] == result["total_ms"] / result["orjson_ms"]
+    assert result["memory_ratio"] == result["peak_bytes"] / result["reply_bytes"]
+
+
+def test_a_batch_of_rollouts_takes_little_memory(ingested):
+    """A loose bound, because the batch is small; an object per token would break it."""
+    assert 1 < ingested[0]["memory_ratio"] < 8
+
+
+def test_the_file_holds_what_ingest_prints_and_the_reply_is_gone(ingested):
+    result, output, folder = ingested
+    assert json.loads(output.read_text()) == result
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
+@pytest.fixture(scope="module")
+def looped(tmp_path_factory) -> tuple[dict, Path, Path]:
+    """The result as printed, the file that it was written to, and the folder that the model was
+    made in."""
+    folder = tmp_path_factory.mktemp("loop")
+    output = tmp_path_factory.mktemp("output") / "result.json"
+    size = [
+        "--latencies",
+        "0,1",
+        "--sequences",
+        "16",
+        "--tokens",
+        "32",
+        "--steps",
+        "3",
+        "--device_seconds",
+        "2",
+    ]
+    done = bench("loop", *size, "--json", "--output", str(output), folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout), output, folder
+
+
+@pytest.mark.full  # `make bench` measures it
+def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped):
+    """Loose bounds, because the machine is busy and the steps are few: one after the other takes
+    twice as long."""
+    at_once, as_long = looped[0]["rows"]
+    assert (as_long["sampling_s"], as_long["strict_sampling_s"]) == (
+        looped[0]["train_s"],
+        looped[0]["strict_train_s"],
+    )
+    assert 0.9 < at_once["ratio"] < 1.5 and 0.9 < as_long["ratio"] < 1.5
+    assert 0.9 < at_once["strict_ratio"] < 1.5 and 0.9 < as_long["strict_ratio"] < 1.5
+
+
+@pytest.mark.full  # `make bench` measures it
+def test_the_default_is_at_most_one_version_stale_and_0_is_0(looped):
+    for row in looped[0]["rows"]:
+        assert row["staleness_max"] == 1
+        assert row["strict_staleness_max"] == 0
+
+
+@pytest.mark.full  # `make bench` measures it
+def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
+    result, output, folder = looped
+    assert json.loads(output.read_text()) == result
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--against", "trl", "--sides", "ours,theirs"],
+            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, trl",
+        ),
+        (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
+        (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),
+        (["--params", "20X"], "'20X' is no model size: write it like 20M"),
+        (["--sequences", "9"], "--sequences 9 is not a multiple of --group_size 4"),
+        (["--steps", "0"], "'0' is no number of 1 or more"),
+    ],
+)
+def test_a_wrong_flag_of_loop_is_one_line_that_names_the_fix(arguments, message):
+    done = bench("loop", *arguments)
+    assert done.returncode != 0 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_model):
+    options = argparse.Namespace(rows=8, group_size=2, prompt=4, median=12, sigma=1.0, longest=40)
+    rollouts = make_rows("spread", options)
+    loop = PackedLoop(tiny_model, rollouts, max_tokens=64, checkpointing=False)
+    assert len(loop.rows) > 1 and max(row.ids.numel() for row in loop.rows) <= 64
+    assert loop.trained == sum(int(rollout.mask.sum()) for rollout in rollouts)
+    alone = {tuple(row.ids[0].tolist()): row for one in rollouts for row in [Row([one], "cpu")]}
+    for row in loop.rows:
+        logprobs = loop._logprobs(row)
+        for begin, end in pairwise(row.borders.tolist()):
+            with torch.no_grad():
+                expected = loop._logprobs(alone[tuple(row.ids[0, begin:end].tolist())])
+            torch.testing.assert_close(logprobs[begin : end - 1], expected, rtol=1e-4, atol=1e-5)
+    before = [parameter.clone() for parameter in loop.model.parameters()]
+    loop.train()
+    loop.step()
+    assert all(
+        not torch.equal(one, other)
+        for one, other in zip(before, loop.model.parameters(), strict=True)
+    )

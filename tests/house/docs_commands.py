@@ -1,0 +1,217 @@
+"""How the commands of the pages are run in tests: here, in miniature, or by a test of another file.
+
+`HERE` and `ELSEWHERE` are looked through in order; the first pattern that a command begins with
+counts.
+"""
+
+import importlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+from configparser import ConfigParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.check.desk import check
+from tests.house.docs_pages import ROOT, Command
+from tests.launching import free_urls
+from trl_atropos.commands import with_recipe
+
+QUICKSTART = "recipes/quickstart/colocate.yaml"
+STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own
+
+# What is run by another test: words of a command, in this order -> the test, and what its file must
+# name, too.
+ELSEWHERE = [
+    (
+        r"make quickstart",
+        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        QUICKSTART,
+    ),
+    (
+        r"source \.venv/bin/activate",
+        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        "VENV ?= .venv",
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
+        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "resume_from_checkpoint",
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--vllm_mode (server|nccl_lora|lora|restart)",
+        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        'glob("recipes/*/*.yaml")',
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--config recipes/(gsm8k|tool_use|reasoning_gym|own_environment)/",
+        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        'glob("recipes/*/*.yaml")',
+    ),
+    (
+        r"python recipes/arithmetic/make_model\.py|accelerate launch .*--config recipes/arithmetic/colocate\.yaml",
+        "tests/end_to_end/test_arithmetic.py::test_a_model_gets_better_at_problems_that_it_has_never_seen",
+        "recipes/arithmetic/colocate.yaml",
+    ),
+    (
+        r"python recipes/arithmetic/compare\.py (trl|draw)",
+        "tests/end_to_end/test_arithmetic.py::test_the_trainer_of_trl_runs_beside_it",
+        "compare.py",
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--config my_task/(colocate|cpu)\.yaml",
+        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        "recipes/own_environment/",
+    ),
+    (
+        rf"accelerate launch .*trl_atropos\.train .*--config {QUICKSTART}",
+        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        QUICKSTART,
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--model_name_or_path",
+        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        QUICKSTART,
+    ),
+    (
+        r"python my_task/environment\.py serve",
+        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "two_turn_environment.py",
+    ),
+    (
+        r"python -m trl_atropos\.rollouts\.api",
+        "tests/rollouts/test_resume.py::test_environments_that_the_run_did_not_start_are_called_as_they_registered",
+        "naming_api",
+    ),
+    (
+        r"python -m atroposlib\.cli\.run_api",
+        "tests/services/test_services.py::test_the_atropos_api_becomes_healthy_and_stops",
+        "atroposlib.cli.run_api",
+    ),
+    (
+        r"trl-atropos eval",
+        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        '"eval"',
+    ),
+    (
+        r"trl-atropos train ",
+        "tests/house/test_wheel.py::test_the_quickstart_is_checked_trained_and_reported_from_the_wheel",
+        QUICKSTART,
+    ),
+    (
+        r"trl-atropos try ",
+        "tests/commands/test_try.py::test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code",
+        QUICKSTART,
+    ),
+    (
+        r"trl-atropos serve",
+        "tests/server/test_control.py::test_only_a_paused_server_is_resumed",
+        "trl_atropos.server.launch",
+    ),
+]
+
+
+def miniature(words: list[str], desk: Path) -> list[str]:
+    """Arguments of the main job for this machine: another model, free ports, no GPU, one step."""
+    atropos, *servers = free_urls(9)
+    model = [value for flag, value in pairwise(words) if flag == "--model_name_or_path"]
+    given = (
+        yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
+        if "--config" in words
+        else {}
+    )
+    listed = given.get("vllm_server_base_url", "")
+    several = len(listed) if isinstance(listed, list) else 1
+    if not model or not Path(model[0]).is_dir():
+        words = [*words, "--model_name_or_path", str(desk / "model")]
+    words = [
+        *words,
+        "--atropos_url",
+        atropos,
+        "--vllm_server_base_url",
+        ",".join(servers[:several]),
+    ]
+    return [*words, "--use_cpu", "true", "--bf16", "false", "--output_dir", str(desk / "output")]
+
+
+def run_check(command: Command, desk: Path) -> None:
+    arguments = [
+        *miniature(with_recipe(command.after("check")), desk),
+        "--device_memory_gb",
+        "1000",
+    ]
+    assert check(arguments) == [], command
+
+
+def run_command(command: Command, desk: Path) -> None:
+    """`trl-atropos`, in a process of its own."""
+    run_script(
+        Command(command.place, ("python", "-m", "trl_atropos.cli", *command.words[1:])), desk
+    )
+
+
+def run_replay(command: Command, desk: Path) -> None:
+    arguments = [
+        *command.after("trl_atropos.train"),
+        "--max_steps",
+        "1",
+        "--per_device_train_batch_size",
+        "8",
+    ]
+    arguments = [*arguments, "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no"]
+    printed = run_script(
+        Command(command.place, ("python", "-m", "trl_atropos.train", *arguments)), desk
+    )
+    # nothing is sampled
+    assert "Sample completions of the last batch" in printed and "probe" not in printed, printed
+    assert json.loads((desk / "runs/again/summary.json").read_text())["probe_max_abs_diff"] is None
+    assert (desk / "runs/again/model.safetensors").is_file(), command
+
+
+def run_report(command: Command, desk: Path) -> None:
+    cli_main = importlib.import_module("trl_atropos.report.page").main
+    cli_main(command.after("report"))
+    assert (Path(command.words[2]) / "report.html").is_file(), command
+
+
+def make_model(command: Command, desk: Path) -> None:
+    """In this process, which has imported everything that takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(command.words[1:]))
+        runpy.run_path(command.words[1], run_name="__main__")
+    assert (desk / command.words[2] / "config.json").is_file(), command
+
+
+def run_script(command: Command, desk: Path) -> str:
+    words = [sys.executable if word == "python" else word for word in command.words]
+    done = subprocess.run(words, cwd=desk, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def require_extras(command: Command, desk: Path) -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(command.words)):
+        assert set(extras.split(",")) <= set(config["options.extras_require"]), command
+    assert all(
+        (ROOT / word).is_file() for flag, word in pairwise(command.words) if flag == "--constraint"
+    ), command
+
+
+# What is run here.
+HERE = [
+    (r"trl-atropos check ", run_check),
+    (r"trl-atropos report ", run_report),
+    (r"trl-atropos (init|slurm) ", run_command),
+    (r"python -m trl_atropos\.train .*--replay_paths ", run_replay),
+    (r"python (recipes/quickstart|my_task)/make_model\.py ", make_model),
+    (r"python docs/make_reference\.py", run_script),
+    (r"(cp -r|sed -i) ", run_script),
+    (r"pip install .*-e ", require_extras),
+]

@@ -1,0 +1,616 @@
+"""Small mistakes that a careless change could bring, each with the test that catches it.
+
+`python -m tests.house.mutations` (`make test-mutations`) makes them one by one in a copy of the
+repository and runs the named test there, which must fail. `python -m tests.house.mutations 3 17` makes
+only those two. `tests/house/test_mutations.py` holds the table to the code: a row whose code has been
+rewritten gets the same mistake in the new code.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.forge import Forge
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 300.0  # seconds for one test
+LOG = "pytest.log"
+CAUGHT, SURVIVED, TIMED_OUT = "caught", "SURVIVED", "TIMED OUT"
+# by pytest's exit code; any other means that it could not run the test
+OUTCOMES = {0: SURVIVED, 1: CAUGHT}
+# Without bytecode: Python would take that of a file of the same size that was changed within the
+# same second.
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+# Has imported what takes long, and nothing of this repository: that comes from the folder in which
+# a fork runs.
+PYTEST = Forge(
+    "import accelerate, datasets, peft, pytest, torch\nfrom trl import GRPOTrainer\n", ENVIRONMENT
+)
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str  # stands exactly once in the file
+    new: str
+    test: str  # pytest's name of the test that fails with `new`
+
+    def apply(self, text: str) -> str:
+        """Returns the text of the file with the mistake in it."""
+        return text.replace(self.old, self.new, 1)
+
+
+MUTATIONS: list[Mutation] = [
+    # -------------------------------------------------------------------------------------- batches
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "self._per_token = max(self._per_token, (peak",
+        "self._per_token = min(self._per_token, (peak",
+        "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "int(of_ranks.min())",
+        "int(of_ranks.max())",
+        "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "        torch.cuda.reset_peak_memory_stats(self._device)\n",
+        "",
+        "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "MICRO_BATCH_OVERHEAD = 1 / 16",
+        "MICRO_BATCH_OVERHEAD = 1 / 160",
+        "tests/batches/test_batching.py::test_a_further_micro_batch_must_save_more_padding_than_it_costs",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "if alike is not None and ranks == 1:",
+        "if alike is not None:",
+        "tests/batches/test_batching.py::test_rollouts_that_may_share_a_prompt_stay_together_on_one_rank_and_on_several_lengths_decide",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "longest = np.max([",
+        "longest = np.min([",
+        "tests/batches/test_batching.py::test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "    width = _rounded_up(width, multiple)\n",
+        "",
+        "tests/batches/test_batching.py::test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_to_their_tokens",
+    ),
+    Mutation(
+        "trl_atropos/batches/micro_batches.py",
+        "values.gather(1, target).masked_fill(~scored, 0.0)",
+        "values.gather(1, target)",
+        "tests/batches/test_batching.py::test_a_completion_that_is_masked_as_a_whole_is_scored_nowhere",
+    ),
+    Mutation(
+        "trl_atropos/batches/inputs.py",
+        "trained = rollout.token_advantages[rollout.mask]",
+        "trained = rollout.token_advantages",
+        "tests/trainer/test_advantages.py::test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens",
+    ),
+    Mutation(
+        "trl_atropos/batches/inputs.py",
+        "log_ratio = log_ratio.sum(-1, keepdim=True)",
+        "log_ratio = log_ratio.mean(-1, keepdim=True)",
+        "tests/metrics/test_health.py::test_a_sequence_that_is_masked_counts_with_all_its_tokens",
+    ),
+    Mutation(
+        "trl_atropos/batches/inputs.py",
+        "is_outside = (ratio < low) | (ratio > high)",
+        "is_outside = ratio > high",
+        "tests/metrics/test_health.py::test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes",
+    ),
+    Mutation(
+        "trl_atropos/batches/inputs.py",
+        'has_teacher = (inputs["distill_ids"] >= 0).any(-1)',
+        'has_teacher = (inputs["distill_ids"] >= 0).all(-1)',
+        "tests/trainer/test_distillation.py::test_the_term_and_its_gradient_are_the_formula",
+    ),
+    Mutation(
+        "trl_atropos/batches/generation_batch.py",
+        "[rows, : logprobs.size(1)] = logprobs",
+        "[: len(rows), : logprobs.size(1)] = logprobs",
+        "tests/batches/test_generation_batch.py::test_training_pass_leaves_its_logprobs_and_the_ratio_to_the_sampler",
+    ),
+    Mutation(
+        "trl_atropos/batches/schedule.py",
+        "taken = steps % self.steps_per_batch or self.steps_per_batch",
+        "taken = steps % self.steps_per_batch",
+        "tests/batches/test_generation_batch.py::test_schedule_knows_what_a_batch_is_for",
+    ),
+    Mutation(
+        "trl_atropos/batches/packing.py",
+        "is_shared = (sizes > 1) & (prompts[first] > 1)",
+        "is_shared = sizes >= 1",
+        "tests/batches/test_packing.py::test_a_prompt_that_rollouts_share_stands_in_the_row_once",
+    ),
+    Mutation(
+        "trl_atropos/batches/packing.py",
+        "WORTH_SHARING = 1 / 8",
+        "WORTH_SHARING = 1 / 80",
+        "tests/batches/test_packing.py::test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win",
+    ),
+    Mutation(
+        "trl_atropos/batches/packing.py",
+        "distance < reach",
+        "distance <= reach",
+        "tests/batches/test_packing.py::test_one_kernel_is_given_the_keys_of_each_rollout",
+    ),
+    Mutation(
+        "trl_atropos/batches/numerics.py",
+        "counts = (self.lengths + PAGE - 1) // PAGE",
+        "counts = self.lengths // PAGE",
+        "tests/batches/test_numerics.py::test_the_forward_pass_and_its_gradients_are_those_of_the_model",
+    ),
+    Mutation(
+        "trl_atropos/batches/numerics.py",
+        "of_bias = gradient.sum(0)",
+        "of_bias = gradient.mean(0)",
+        "tests/batches/test_numerics.py::test_the_forward_pass_and_its_gradients_are_those_of_the_model",
+    ),
+    # -------------------------------------------------------------------------------------- weights
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "if self._prepared is None or self._addresses != addresses:",
+        "if self._prepared is None:",
+        "tests/weights/test_fingerprints.py::test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "if self._scratch.numel() < max(num_bytes):",
+        "if not self._scratch.numel():",
+        "tests/weights/test_fingerprints.py::test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "self._compared[subject.of] < subject.times:",
+        "self._compared[subject.of] <= subject.times:",
+        "tests/weights/test_fingerprints.py::test_memory_that_does_not_change_is_compared_once_in_a_training",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "        self._compared.clear()\n",
+        "",
+        "tests/weights/test_fingerprints.py::test_memory_that_does_not_change_is_compared_once_in_a_training",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "all(refused == {} for refused in traced)",
+        "any(refused == {} for refused in traced)",
+        "tests/weights/test_fingerprints.py::test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "if reply.policy_version != self.policy_version:",
+        "if reply.policy_version < self.policy_version:",
+        "tests/weights/test_fingerprints.py::test_a_server_that_samples_from_another_version_is_named",
+    ),
+    Mutation(
+        "trl_atropos/weights/fingerprints.py",
+        "if anew or subject.moves or (client.url, subject.of) not in self._refused:",
+        "if anew or (client.url, subject.of) not in self._refused:",
+        "tests/weights/test_fingerprints.py::test_weights_that_a_publish_moves_are_found_again_after_each",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some "
+        "keep state\n",
+        "",
+        "tests/weights/test_masters.py::test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpoints",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "        _copy_hyperparameters(self.param_groups, self.inner.param_groups)\n        return",
+        "        return",
+        "tests/weights/test_masters.py::test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpoints",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "torch.set_num_threads(max(usual, min(most, cores)))",
+        "torch.set_num_threads(max(usual, most, cores))",
+        "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_by_the_cores_of_their_process",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "if not parts or size > room:",
+        "if not parts or size >= room:",
+        "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_in_parts",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "return min(2, len(parts)) * largest",
+        "return len(parts) * largest",
+        "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_in_parts",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        'steps_in_backward(trainer) or hasattr(cls, "eval"):',
+        "steps_in_backward(trainer):",
+        "tests/weights/test_masters.py::test_optimizers_that_cannot_have_masters_are_refused",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "if is_written and not torch.equal(",
+        "if is_written or not torch.equal(",
+        "tests/weights/test_masters.py::test_what_something_else_writes_to_the_parameters_is_kept",
+    ),
+    # ------------------------------------------------------------------------------------- services
+    Mutation(
+        "trl_atropos/services/evaluation_results.py",
+        "shares[problem] - first_share",
+        "first_share - shares[problem]",
+        "tests/services/test_evaluation.py::test_the_gain_is_of_pairs",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluation_results.py",
+        "range(1, fewest.bit_length())",
+        "range(1, fewest.bit_length() - 1)",
+        "tests/services/test_evaluation.py::test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "[min(0.0, spec.passes_above)] * spec.samples",
+        "[0.0] * spec.samples",
+        "tests/services/test_evaluation.py::test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "if step == 0 or int(made_at[1]) > step:",
+        "if int(made_at[1]) > step:",
+        "tests/services/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "            shutil.rmtree(folder, ignore_errors=True)\n            "
+        "folder.mkdir(parents=True)\n",
+        "            folder.mkdir(parents=True)\n",
+        "tests/services/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "if self._needed or is_first:",
+        "if is_first:",
+        "tests/services/test_evaluation.py::test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "        self._services.end(process.service)\n        del",
+        "        del",
+        "tests/services/test_evaluation.py::test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "min(reply.oldest for reply in replies), max(",
+        "max(reply.oldest for reply in replies), max(",
+        "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
+    ),
+    Mutation(
+        "trl_atropos/services/evaluations.py",
+        "for reply in replies if reply.oldest is not None]",
+        "for reply in replies]",
+        "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
+    ),
+    # --------------------------------------------------------------------------------------- server
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "return max(float(logprob), LOWEST_LOGPROB)",
+        "return float(logprob)",
+        "tests/server/test_sampling.py::test_the_log_probability_of_the_sampled_token_is_told_and_not_that_of_the_likeliest",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "return [_finite(entry[token].logprob) for token, entry in pairs]",
+        "return [_finite(max(one.logprob for one in entry.values())) for token, entry in pairs]",
+        "tests/server/test_sampling.py::test_the_log_probability_of_the_sampled_token_is_told_and_not_that_of_the_likeliest",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "top_k=max(0, settings.top_k)",
+        "top_k=settings.top_k",
+        "tests/server/test_sampling.py::test_all_tokens_are_noted_in_one_way",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        'if not name.startswith("_")\n} - REFUSED_FIELDS',
+        'if not name.startswith("_")\n}',
+        "tests/server/test_sampling.py::test_what_the_engine_must_not_get_is_refused_by_its_name",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "msgspec.Meta(ge=0, lt=2**31)",
+        "msgspec.Meta(ge=0, le=2**31)",
+        "tests/server/test_sampling.py::test_what_the_engine_must_not_get_is_refused_by_its_name",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "params.output_kind = RequestOutputKind.FINAL_ONLY",
+        "params.output_kind = RequestOutputKind.CUMULATIVE",
+        "tests/server/test_sampling.py::test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "            self._versions_in_flight[version] -= 1\n",
+        "",
+        "tests/server/test_control.py::test_the_server_says_which_version_the_oldest_request_began_with",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "        await self.plane.until_open()\n",
+        "",
+        "tests/server/test_control.py::test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "range(math.ceil(let_in * len(self.waiting)))",
+        "range(int(let_in * len(self.waiting)))",
+        "tests/server/test_plane.py::test_a_share_of_what_waits_is_let_in_and_those_that_came_first",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "deque(turn for turn in self.waiting if not turn.done())",
+        "deque(self.waiting)",
+        "tests/server/test_plane.py::test_a_request_whose_client_has_gone_has_no_part_in_the_share",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "        while self.paused:  # it may be",
+        "        if self.paused:  # it may be",
+        "tests/server/test_plane.py::test_a_request_waits_on_where_the_next_pause_begins_before_its_turn",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "                status = 200  # an answer counts once\n",
+        "",
+        "tests/server/test_plane.py::test_each_refused_request_counts_once_and_a_server_that_shuts_down_refuses_none",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "self._reasons.pop(kind, _Reason())",
+        "self._reasons.get(kind, _Reason())",
+        "tests/server/test_plane.py::test_of_many_reasons_those_that_came_last_are_kept",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
+        "self._known[key] = (min(oldest, *span), max(newest, *span))",
+        "self._known[key] = (min(oldest, *span), span[1])",
+        "tests/server/test_plane.py::test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it",
+    ),
+    # ------------------------------------------------------------------------------------- rollouts
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        "self.max_staleness == 0 and not self.prefetch_batches",
+        "self.max_staleness == 0",
+        "tests/rollouts/test_atropos_source.py::test_requests_are_held_by_default_where_what_they_sampled_would_be_stale",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        "float(restarts - self._reported_restarts)",
+        "float(restarts)",
+        "tests/rollouts/test_atropos_source.py::test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        "num_steps=NO_STEP_LIMIT",
+        "num_steps=run.max_steps",
+        "tests/rollouts/test_atropos_source.py::test_environments_are_told_of_the_run_and_of_no_last_step",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        "checkpoint_dir=os.path.abspath(run.output_dir)",
+        "checkpoint_dir=run.output_dir",
+        "tests/rollouts/test_atropos_source.py::test_environments_are_told_of_the_run_and_of_no_last_step",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/selection.py",
+        "        self.gate.release()\n",
+        "",
+        "tests/rollouts/test_resume.py::test_the_requests_that_wait_begin_when_the_run_ends",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        'max(spool.end, state["cursor"])',
+        "spool.end",
+        "tests/rollouts/test_resume.py::test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/selection.py",
+        "rollout.staleness > self.max_staleness",
+        "rollout.staleness >= self.max_staleness",
+        "tests/rollouts/test_resume.py::test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/source.py",
+        "                accounting.trained -= run.unfinished_rows\n",
+        "",
+        "tests/rollouts/test_resume.py::test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as_dropped",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/selection.py",
+        "ahead < self.slack",
+        "ahead <= self.slack",
+        "tests/rollouts/test_weights.py::test_an_environment_may_be_ahead_by_the_slack_and_no_further",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/selection.py",
+        " if now - seen < FORGET]",
+        "]",
+        "tests/rollouts/test_weights.py::test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/versions.py",
+        "abs(sampled - trainer) > TOLERANCE",
+        "sampled - trainer > TOLERANCE",
+        "tests/rollouts/test_intake.py::test_another_temperature_in_an_override_rejects_only_that_group",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/intake.py",
+        "if group.logprobs[i] is not None and not sft:",
+        "if group.logprobs[i] is not None:",
+        "tests/rollouts/test_intake.py::test_supervised_rows_have_no_logprobs_and_no_token_advantages",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/wire.py",
+        "(values <= 0.0) & (values >= LOWEST_LOGPROB)",
+        "values >= LOWEST_LOGPROB",
+        "tests/rollouts/test_intake.py::test_a_logprob_that_cannot_be_one_is_unknown",
+    ),
+    # ------------------------------------------------------------------------------------- commands
+    Mutation(
+        "trl_atropos/commands/__init__.py",
+        "sys.exit(128 + error.sigval)",
+        "sys.exit(error.sigval)",
+        "tests/commands/test_train_and_init.py::test_the_exit_code_says_how_the_launcher_ended",
+    ),
+    Mutation(
+        "trl_atropos/commands/__init__.py",
+        "sys.exit(130 if interrupts else 1)",
+        "sys.exit(1)",
+        "tests/commands/test_train_and_init.py::test_the_exit_code_says_how_the_launcher_ended",
+    ),
+    Mutation(
+        "trl_atropos/commands/__init__.py",
+        'f"runs/{Path(name).name}"',
+        'f"runs/{name}"',
+        "tests/commands/test_train_and_init.py::test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run",
+    ),
+    Mutation(
+        "trl_atropos/commands/batch_script.py",
+        'if longest and "--max-model-len" not in stated:',
+        "if longest:",
+        "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
+    ),
+    Mutation(
+        "trl_atropos/commands/batch_script.py",
+        'settings.get("lora_r") or 16',
+        'settings.get("lora_r") or 8',
+        "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
+    ),
+    Mutation(
+        "trl_atropos/commands/batch_script.py",
+        "    if each > gpus:\n",
+        "    if each >= gpus:\n",
+        "tests/commands/test_slurm.py::test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node",
+    ),
+    Mutation(
+        "trl_atropos/commands/slurm.sh",
+        "(umask 077 &&",
+        "(umask 022 &&",
+        "tests/commands/test_slurm.py::test_trainers_and_servers_are_started_on_their_nodes_with_one_token",
+    ),
+    Mutation(
+        "trl_atropos/commands/rehearsal.py",
+        "for rollout in rollouts) - unknown\n",
+        "for rollout in rollouts)\n",
+        "tests/commands/test_try.py::test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once",
+    ),
+    Mutation(
+        "trl_atropos/commands/rehearsal.py",
+        "dropped = size - len(rollouts)\n",
+        "dropped = len(rollouts) - size\n",
+        "tests/commands/test_try.py::test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once",
+    ),
+    Mutation(
+        "trl_atropos/commands/rehearsal.py",
+        "        file.unlink(missing_ok=True)\n",
+        "        pass\n",
+        "tests/commands/test_try.py::test_what_an_earlier_try_left_is_not_taken_for_the_answer",
+    ),
+    Mutation(
+        "trl_atropos/commands/rehearsal.py",
+        'return path.is_file() and path.read_bytes().endswith(b"\\n")',
+        "return path.is_file()",
+        "tests/commands/test_try.py::test_a_group_counts_when_it_is_written_as_a_whole",
+    ),
+    Mutation(
+        "trl_atropos/commands/rehearsal.py",
+        "if all(rollout.teaches_nothing(",
+        "if any(rollout.teaches_nothing(",
+        "tests/commands/test_try.py::test_a_group_without_variance_teaches_nothing",
+    ),
+]
+
+
+def copy_repository(folder: Path) -> None:
+    """Copies the files that git tracks, or would track, into an empty folder. Links stay links."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.rstrip("\0").split("\0"):
+        source, target = ROOT / name, folder / name
+        if not os.path.lexists(source):  # removed, and not committed yet
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> str:
+    """Runs tests of a copy of the repository until the first one fails. Returns the outcome."""
+    log = folder / LOG
+    log.unlink(missing_ok=True)
+    words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    process = PYTEST.fork(
+        words, os.environ | ENVIRONMENT | {"PYTHONPATH": str(folder)}, log, cwd=folder
+    )
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+    finally:
+        with suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(process.pid, signal.SIGKILL)
+    return OUTCOMES.get(code, f"pytest ended with exit code {code}:\n{log.read_text()[-3000:]}\n")
+
+
+def try_mutation(folder: Path, mutation: Mutation) -> str:
+    """Makes a mistake in a copy of the repository, runs its test, and takes the mistake back.
+    Returns the outcome."""
+    path = folder / mutation.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(mutation.apply(original), encoding="utf-8")
+    try:
+        return run_tests(folder, [mutation.test], TIMEOUT)
+    finally:
+        path.write_text(original, encoding="utf-8")
+
+
+def main(numbers: Sequence[int]) -> int:
+    """Tries the mutations of these numbers, or all. Returns how many were not caught."""
+    chosen = numbers or range(len(MUTATIONS))
+    missed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy_repository(folder)
+        # A test that fails anyway would seem to catch everything.
+        tests = sorted({MUTATIONS[number].test for number in chosen})
+        outcome = run_tests(folder, tests, TIMEOUT * len(tests))
+        if outcome != SURVIVED:
+            print((folder / LOG).read_text()[-5000:])
+            sys.exit("The tests must pass without any mutation first: see above.")
+        for number in chosen:
+            mutation = MUTATIONS[number]
+            began = time.monotonic()
+            outcome = try_mutation(folder, mutation)
+            missed += outcome != CAUGHT
+            line = next(line for line in mutation.old.splitlines() if line.strip()).strip()
+            seconds = time.monotonic() - began
+            print(f"{number:>3} {outcome} in {seconds:.0f} s: {mutation.file}: {line}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutations are caught.")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main([int(word) for word in sys.argv[1:]]) else 0)

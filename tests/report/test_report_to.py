@@ -1,0 +1,201 @@
+"""Where a run's metrics go: TensorBoard, Weights & Biases, trackio, and the log that `trl-atropos
+report` reads."""
+
+import json
+import logging
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+from trl_atropos.errors import RolloutError
+from trl_atropos.recipe import RecipeError, check_reports
+from trl_atropos.report.run_folder import LOG, read_run
+
+OURS = ("rollouts/", "health/", "time/", "policy/")
+BLOCK = 32 * 1024  # of the record files of LevelDB, whose format W&B uses
+
+Logged = dict[int, dict[str, float]]  # by optimizer step
+
+
+def ours(logs: dict[str, float]) -> dict[str, float]:
+    """Our metrics of a step, which loggers put below `train/`."""
+    named = {name.removeprefix("train/"): value for name, value in logs.items()}
+    return {name: value for name, value in named.items() if name.startswith(OURS)}
+
+
+def told(folder: Path) -> Logged:
+    """What the run logged, by its own account. Of every kind of metric, there is one."""
+    logged = {step: ours(logs) for step, logs in read_run(folder).logs.items()}
+    assert sorted(logged) == [1, 2] and all(
+        any(name.startswith(kind) for name in logged[1]) for kind in OURS
+    )
+    return logged
+
+
+def test_tensorboard_gets_every_metric_of_every_step_below_the_runs_folder(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    make_trainer(tiny_model, tmp_path, *batches, max_steps=2, report_to="tensorboard").train()
+    (events,) = (tmp_path / "run").glob("runs/*/events.out.tfevents.*")
+    read = EventAccumulator(str(events))
+    read.Reload()
+    for step, logs in told(tmp_path / "run").items():
+        for name, value in logs.items():
+            assert [
+                event.value for event in read.Scalars(f"train/{name}") if event.step == step
+            ] == [pytest.approx(value, rel=1e-6)], name
+
+
+@pytest.fixture(scope="module")
+def reported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of the main job, whose recipe has one line for it."""
+    folder = tmp_path_factory.mktemp("reported")
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    loggers = [name for name in ("wandb", "trackio") if find_spec(name)]
+    recipe = arguments(
+        folder / "run", max_steps=2, report_to=loggers, model_name_or_path=str(tiny_model)
+    )
+    recipe["replay_paths"] = record(folder / "rollouts.jsonl", *batches)
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # which is YAML, too
+    places = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
+    command = [sys.executable, "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
+    done = subprocess.run(
+        command, env=os.environ | places, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_every_metric_of_every_step_also_offline(reported):
+    pytest.importorskip("wandb")
+    (path,) = reported.glob("wandb/offline-run-*/run-*.wandb")
+    assert_same(list(wandb_history(path)), told(reported / "run"))
+
+
+@pytest.mark.slow
+def test_trackio_gets_every_metric_of_every_step(reported):
+    pytest.importorskip("trackio")
+    (path,) = (reported / "trackio").glob("*.db")
+    rows = sqlite3.connect(path).execute("select metrics from metrics").fetchall()
+    assert_same([json.loads(text) for (text,) in rows], told(reported / "run"))
+
+
+def assert_same(entries: list[dict], expected: Logged) -> None:
+    by_step = {
+        entry["train/global_step"]: ours(entry) for entry in entries if "train/reward" in entry
+    }
+    assert by_step == {step: pytest.approx(logs) for step, logs in expected.items()}
+
+
+def wandb_history(path: Path) -> Iterator[dict]:
+    """What was logged, from the file that a run offline leaves: LevelDB's records, each one
+    message."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, message = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:  # too little for a header: it is padding
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            entry, message = Record.FromString(message), b""
+            if entry.HasField("history"):
+                yield {
+                    "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in entry.history.item
+                }
+
+
+@pytest.mark.slow
+def test_the_main_job_keeps_one_log_with_the_settings_of_the_model(reported, tiny_model):
+    entries = [json.loads(line) for line in (reported / "run" / LOG).read_text().splitlines()]
+    (begin,) = [entry for entry in entries if "begin" in entry]
+    assert begin["model"]["model_name_or_path"] == tiny_model.name and "lora_r" in begin["model"]
+    assert sum("end" in entry for entry in entries) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "tensorbord",
+            r"`report_to` is \['tensorbord'\]: tensorbord is not supported, only .*tensorboard",
+        ),
+        (
+            "clearml",
+            r"`report_to` is \['clearml'\]: .*Run `pip install clearml`\. Or set `report_to: none`\.",
+        ),
+    ],
+)
+def test_a_logger_that_is_not_there_is_refused_before_anything_starts(name, message, tmp_path):
+    config = AtroposGRPOConfig(**arguments(tmp_path, report_to=name))
+    with pytest.raises(RecipeError, match=message):
+        check_reports(config)
+
+
+# -------------------------------------------------------------------------------- the run's own log
+
+
+class Spooled(ReplaySource):
+    """With the rows of a recording as if they were in a spool."""
+
+    def state(self):
+        return {"spool": "abc", "lineage": [], "books": {}}
+
+
+def make_spooled(model: Path, folder: Path, number: int, **settings) -> AtroposGRPOTrainer:
+    recording = record(
+        folder / "rollouts.jsonl", *[uniform_batch(model, 4, 2, seed) for seed in range(number)]
+    )
+    (folder / "run" / "rollouts").mkdir(parents=True)
+    config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
+    return AtroposGRPOTrainer(str(model), args=config, rollout_source=Spooled(recording))
+
+
+def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(
+    tiny_model, tmp_path
+):
+    trainer = make_spooled(
+        tiny_model,
+        tmp_path,
+        4,
+        max_steps=4,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+    )
+    assert isinstance(trainer.rollout_source, Spooled)
+    trainer.train()
+    run = read_run(tmp_path / "run")
+    assert (run.ended, run.steps, sorted(run.logs)) == (4, 4, [1, 2, 3, 4])
+    entries = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
+    assert [entry["batch"] for entry in entries if "batch" in entry] == [
+        [step, step] for step in (1, 2, 3, 4)
+    ]
+    assert [entry["spool"] for entry in entries if "batch" in entry] == ["abc"] * 4
+    assert run.began["model"] == {"model_name_or_path": tiny_model.name}
+
+
+def test_what_is_warned_of_after_a_run_was_broken_off_is_not_in_its_log(tiny_model, tmp_path):
+    trainer = make_spooled(tiny_model, tmp_path, 1, max_steps=2)
+    with pytest.raises(RolloutError, match="is used up"):
+        trainer.train()
+    logging.getLogger("trl_atropos.metrics.health").warning("of another run")
+    text = (tmp_path / "run" / LOG).read_text()
+    assert '"logs"' in text and "of another run" not in text

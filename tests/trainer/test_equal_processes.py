@@ -1,0 +1,162 @@
+"""One, two and four processes take the same steps on the same recorded rollouts, whatever is
+sharded between them, and however the rows are laid out in micro-batches; with a teacher, too, whose
+forward is a collective where parameters are sharded.
+
+`main` is what each process does: all of `RUNS`, one after the other, because starting a process
+takes longer than they do. What they are compared with is one process that takes each batch as a
+whole, padded as TRL does.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout_factory import (
+    AsDrawnConfig,
+    PaddedTrainer,
+    arguments,
+    make_group,
+    mixed_batch,
+    record,
+    step_logs,
+)
+from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
+from tests.trainer.test_distillation import taught
+from tests.trainer.test_two_processes import PLAIN_STEPS
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 3
+ROWS = 16  # of a generation batch
+TEACHER = "dapo with a teacher"
+POLICIES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo"},
+    "grpo": {"loss_type": "grpo"},
+    TEACHER: {"loss_type": "dapo", "distillation_coef": 0.5},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {"padded": True, "config_class": AsDrawnConfig, "gradient_accumulation_steps": 2},
+    "as drawn": {"config_class": AsDrawnConfig, "gradient_accumulation_steps": 2},
+    "by length": {"gradient_accumulation_steps": 2},
+    "by tokens": {"max_tokens_per_micro_batch": 128},
+}
+RUNS = {
+    f"{policy}, {layout}": (policy, layout) for policy in ("dapo", "grpo") for layout in LAYOUTS
+}
+RUNS |= {f"{TEACHER}, {layout}": (TEACHER, layout) for layout in ("by length", "by tokens")}
+OURS = [name for name, (_, layout) in RUNS.items() if layout != "padded"]  # that is TRL's own
+FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
+# Four processes once: what a rank takes of a batch does not depend on what is sharded. Two:
+# `test_two_processes.py`.
+COVERING = [("ddp", 4), ("zero3", 2), ("fsdp2", 2)]
+CASES = [(kind, processes) for kind in KINDS for processes in (2, 4)] if FULL else COVERING
+COMPARED = ("loss", "grad_norm", "reward", "distillation/kl")
+TOLERANCE = 1e-4  # of a loss, and as a share of a gradient norm
+
+
+def steps(
+    model: str,
+    folder: Path,
+    recording: str,
+    processes: int,
+    padded: bool = False,
+    config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """What was logged at each step of a run. `padded` as TRL does; `settings` may be any of the
+    configuration."""
+    rows = ROWS // processes // settings.get("gradient_accumulation_steps", 1)
+    usual = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": rows,
+        "replay_paths": [recording],
+        **PLAIN_STEPS,
+    }
+    trainer_class = PaddedTrainer if padded else AtroposGRPOTrainer
+    trainer = trainer_class(model, args=config_class(**arguments(folder, **usual | settings)))
+    assert trainer.accelerator.num_processes == processes
+    trainer.train()
+    return [{name: log[name] for name in COMPARED if name in log} for log in step_logs(trainer)]
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    policy, layout = RUNS[name]
+    return POLICIES[policy] | LAYOUTS[layout]
+
+
+def main(kind: str, processes: str, model: str, folder: str) -> None:
+    told = {}
+    for name in OURS:
+        settings = settings_of(name) | sharding_arguments(kind)
+        told[name] = steps(
+            model, Path(folder, kind, name), f"{folder}/rollouts.jsonl", int(processes), **settings
+        )
+        forget_sharding()
+    # every process the same: what is logged is of all
+    Path(folder, "told.json").write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def recording(tiny_model, tmp_path_factory) -> str:
+    """In every batch, some rows have a teacher; in the second so few that whole micro-batches of a
+    rank have none."""
+    first, *others = mixed_batch(tiny_model, 1)
+    groups = [make_group(tiny_model, size, 70 + size, turns=2) for size in (2, 6, 8)]
+    batches = [
+        [taught(first, 1), *others],
+        [taught(groups[0], 2), *groups[1:]],
+        [taught(first, 3, k=3), *others],
+    ]
+    return record(tmp_path_factory.mktemp("equal") / "rollouts.jsonl", *batches)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model, recording, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Of each policy, in one process and one micro-batch."""
+    folder = tmp_path_factory.mktemp("whole")
+    whole = {"padded": True, "config_class": AsDrawnConfig}
+    return {
+        name: steps(str(tiny_model), folder, recording, 1, **settings, **whole)
+        for name, settings in POLICIES.items()
+    }
+
+
+def compare(
+    told: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]
+) -> None:
+    for name, logs in told.items():
+        reference = expected[RUNS[name][0]]
+        assert len(logs) == len(reference) == STEPS, name
+        for step, (log, one) in enumerate(zip(logs, reference), start=1):
+            assert log["loss"] == pytest.approx(one["loss"], abs=TOLERANCE), (name, step)
+            assert log["grad_norm"] == pytest.approx(one["grad_norm"], rel=TOLERANCE), (name, step)
+            assert log["reward"] == pytest.approx(one["reward"], rel=1e-6), (name, step)
+            assert one["grad_norm"] > 0.01
+            assert log.keys() == one.keys(), (name, step)
+            if "distillation/kl" in one:
+                assert log["distillation/kl"] == pytest.approx(
+                    one["distillation/kl"], rel=TOLERANCE
+                ), (name, step)
+
+
+def test_one_process_takes_the_same_steps_in_every_layout(
+    tiny_model, recording, expected, tmp_path
+):
+    told = {
+        name: steps(str(tiny_model), tmp_path, recording, 1, **settings_of(name)) for name in RUNS
+    }
+    compare(told, expected)
+
+
+@pytest.mark.parametrize(("kind", "processes"), CASES)
+def test_several_processes_take_the_steps_of_one(
+    kind, processes, tiny_model, recording, expected, tmp_path
+):
+    (tmp_path / "rollouts.jsonl").write_bytes(Path(recording).read_bytes())
+    module, where = "tests.trainer.test_equal_processes", (str(tiny_model), str(tmp_path))
+    launch(kind, processes, module, kind, str(processes), *where, timeout=300)
+    compare(json.loads((tmp_path / "told.json").read_text()), expected)

@@ -1,0 +1,306 @@
+"""One generation batch, from its rollouts to the scores that training finds.
+
+`AtroposGRPOTrainer` makes a `GenerationBatch` of the rollouts that it takes, and its overrides of
+TRL's methods call it in this order:
+
+    regroup           divides the rollouts into micro-batches of similar length, if that is allowed
+    prompts, columns  what TRL's `_generate` takes and returns
+    score             a forward pass, before training (the whole batch) or in it (one micro-batch)
+    loss_inputs       what TRL's loss takes beside TRL's own tensors
+    micro_batches     what each training step trains on
+    training_on       marks the micro-batch whose loss TRL computes, for `score` and `correct`
+
+All ranks hold the same rollouts in the same order. Each trains on its own share of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import Module
+
+from trl_atropos.batches import inputs, packing
+from trl_atropos.batches.micro_batches import (
+    Batch,
+    Plan,
+    Scores,
+    join,
+    lengths_of,
+    plan,
+    take,
+    trim,
+    without_padding,
+)
+from trl_atropos.rollouts.rollout import Rollout
+
+if TYPE_CHECKING:
+    from trl_atropos.config import AtroposGRPOConfig
+
+# optimizer steps after which the draw of a run with the next seed would begin
+NUM_SEEDS = 1_000_003
+
+
+class GenerationBatch:
+    """
+    The rollouts of one generation batch, and what is made of them.
+
+    Args:
+        rollouts: of all ranks, in the order in which they came.
+        args: the settings of the run.
+        accelerator: gives this rank's number, and gathers from the others.
+        packs: how rollouts are packed; None if they are padded.
+        multiple: the width of what the model gets is a multiple of this.
+
+    Attributes:
+        rollouts: of all ranks, all of rank 0 first.
+        plan: the division into micro-batches; None if TRL draws them.
+        trained: the micro-batch whose loss is computed now; None outside of training passes.
+        training_scores: this rank's (B, C) tensors, in the order of `own_rollouts`, with the
+            log-probabilities that the training passes found so far as `old_per_token_logps`. None
+            if TRL scores the batch before training, or nothing corrects for the sampler.
+    """
+
+    def __init__(
+        self,
+        rollouts: list[Rollout],
+        args: "AtroposGRPOConfig",
+        accelerator: Accelerator,
+        packs: packing.How | None,
+        multiple: int = 1,
+    ):
+        self.rollouts = rollouts
+        self.plan: Plan | None = None
+        self.trained: Batch | None = None
+        self.training_scores: Batch | None = None
+        self._args = args
+        self._accelerator = accelerator
+        self._packs = packs
+        self._multiple = multiple
+        # a number for each rollout of this rank, the same for those that may share their prompt
+        self._alike: np.ndarray | None = None
+
+    # ------------------------------------------------------------------------------------- rollouts
+
+    @property
+    def own_slice(self) -> slice:
+        """Place of this rank's share in `rollouts`."""
+        size = len(self.rollouts) // self._accelerator.num_processes
+        begin = self._accelerator.process_index * size
+        return slice(begin, begin + size)
+
+    @property
+    def own_rollouts(self) -> list[Rollout]:
+        """This rank's share."""
+        return self.rollouts[self.own_slice]
+
+    @property
+    def has_messages(self) -> bool:
+        """True if any rollout brings the conversation that it is from."""
+        return any(rollout.messages is not None for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks' rollouts, prompts included."""
+        return sum(
+            len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in self.rollouts
+        )
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled. The others are of tools, or of a user."""
+        return sum(int(rollout.mask.sum()) for rollout in self.rollouts)
+
+    def regroup(self, step: int, max_tokens: int | None) -> None:
+        """Plans micro-batches of at most `max_tokens` tokens, and puts the rollouts into their
+        order. `step` is the optimizer step, by which the plan of each batch is drawn anew."""
+        args = self._args
+        packed = self._packs is not None
+        alike = packing.alike(self.rollouts) if packed and self._packs.shares else None
+        self.plan = plan(
+            [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in self.rollouts],
+            self._accelerator.num_processes,
+            args.steps_per_generation,
+            together=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
+            max_tokens=max_tokens,
+            seed=args.seed * NUM_SEEDS + step,
+            packed=packed,
+            alike=alike,
+        )
+        self.rollouts = [self.rollouts[index] for index in self.plan.order]
+        if alike is not None:
+            self._alike = alike[self.plan.order][self.own_slice]
+
+    # ------------------------------------------------------------- what TRL takes for a whole batch
+
+    def prompts(self, processing_class: Any) -> list[dict[str, str]]:
+        """Returns the items that TRL's `_generate_and_score_completions` takes."""
+        texts = processing_class.batch_decode([rollout.prompt_ids for rollout in self.own_rollouts])
+        return [{"prompt": text} for text in texts]
+
+    def columns(self, with_messages: bool) -> dict[str, list]:
+        """Returns the columns of TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask;
+        other columns go to the reward function."""
+        columns = inputs.columns(self.own_rollouts)
+        if with_messages:
+            columns["messages"] = [rollout.messages for rollout in self.own_rollouts]
+        return columns
+
+    def loss_inputs(self, output: Batch) -> Batch:
+        """Returns what TRL's loss takes beside `output`, this rank's tensors of TRL: advantages,
+        the teacher's distributions if there are any, and `row_index`, because TRL shuffles the
+        batch next."""
+        count, length = output["completion_ids"].shape
+        device = self._accelerator.device
+        added = {"advantages": self.advantages(length).to(device)}
+        if self._args.distillation_coef:
+            added |= inputs.distillation_inputs(
+                self.rollouts, self.own_slice, output, self._accelerator
+            )
+        added["row_index"] = torch.arange(count, device=device)
+        return added
+
+    def advantages(self, completion_length: int) -> Tensor:
+        """Returns `(B,)` or `(B, completion_length)` float32; see `inputs.advantage_tensor`."""
+        return inputs.advantage_tensor(
+            self.rollouts, self.own_slice, self._args.scale_rewards, completion_length
+        )
+
+    def expect_training_scores(self, output: Batch) -> None:
+        """Has the training passes leave their log-probabilities in `training_scores`."""
+        names = ("completion_mask", "tool_mask", "sampling_per_token_logps")
+        self.training_scores = {name: output[name] for name in names}
+        zeros = torch.zeros_like(output["sampling_per_token_logps"])
+        self.training_scores["old_per_token_logps"] = zeros
+
+    # ------------------------------------------------------------------------ what a step trains on
+
+    def micro_batches(self, batches: list[Batch]) -> list[Batch]:
+        """Returns what each training step trains on: a micro-batch, or several of them under the
+        name `micro_batches`. `batches` are those that TRL has drawn, which have all of this rank's
+        rollouts."""
+        if self.plan is None:
+            return [self._trimmed(batch, lengths_of(batch)) for batch in batches]
+        batch = join(batches)
+        batch = take(batch, batch["row_index"].argsort())
+        lengths = lengths_of(batch)
+        of_steps = []
+        for slices in self.plan.micro_batches():
+            planned = [self._planned(batch, lengths, part) for part in slices]
+            of_steps.append(planned[0] if len(planned) == 1 else {"micro_batches": planned})
+        return of_steps
+
+    def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
+        """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are
+        over `trained_tokens` tokens."""
+        alike = None if self._alike is None else self._alike[part]
+        micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
+        masks = [rollout.mask for rollout in self.own_rollouts[part]]
+        micro_batch["trained_tokens"] = sum(int(mask.sum()) for mask in masks)
+        return micro_batch
+
+    def _trimmed(
+        self, micro_batch: Batch, lengths: np.ndarray, alike: np.ndarray | None = None
+    ) -> Batch:
+        """Returns a micro-batch without the padding that all of its rollouts have. If rollouts are
+        packed, it has the `layout` of its row."""
+        micro_batch = trim(micro_batch, lengths, self._multiple)
+        if self._packs is not None:
+            prompts, completions = lengths.T
+            prompt_width = micro_batch["prompt_ids"].size(1)
+            width = micro_batch["completion_ids"].size(1)
+            micro_batch["layout"] = packing.Layout.of(
+                prompts, completions, prompt_width, width, self._packs, alike
+            )
+        return micro_batch
+
+    # ------------------------------------------------------------------------------------- its loss
+
+    @contextmanager
+    def training_on(self, micro_batch: Batch) -> Iterator[None]:
+        """Marks the micro-batch whose loss is computed within: TRL does not pass it on to the
+        method that scores it."""
+        self.trained = micro_batch
+        try:
+            yield
+        finally:
+            self.trained = None
+
+    def score(
+        self,
+        forward: Callable[..., Scores],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+    ) -> Scores:
+        """
+        Scores rollouts in micro-batches without their padding.
+
+        Args:
+            forward: TRL's `_get_per_token_logps_and_entropies`.
+            input_ids: (B, P + C); attention_mask: (B, P + C).
+            logits_to_keep: C.
+            batch_size: of the chunks in which TRL scores a batch before training. Planned
+                micro-batches take their place. None in a training pass.
+
+        Returns:
+            Log-probabilities and entropies, (B, C) each, and the mean auxiliary loss.
+        """
+        if self._packs is not None and self.trained is not None:
+            layout = self.trained["layout"]
+            return packing.score_packed(forward, model, input_ids, logits_to_keep, layout)
+        alike = None
+        if self.plan is not None and batch_size is not None:
+            parts = [part for slices in self.plan.micro_batches() for part in slices]
+            alike = self._alike
+        else:
+            size = batch_size or len(input_ids)
+            parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
+        batch = (input_ids, attention_mask, logits_to_keep, parts)
+        if self._packs is not None:
+            return packing.score_all(forward, model, *batch, self._packs, alike)
+        return without_padding(partial(forward, model), *batch, self._multiple)
+
+    def correct(self, logprobs: Tensor) -> None:
+        """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to
+        the sampler's into the micro-batch, from where TRL's loss takes it."""
+        if self.training_scores is None:
+            return
+        logprobs = logprobs.detach().float()
+        rows = self.trained["row_index"]
+        self.training_scores["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
+        ratio = inputs.importance_ratio(logprobs, self.trained, self._args)
+        self.trained["importance_sampling_ratio"] = ratio
+
+    def distillation_loss(
+        self, model: Module, micro_batch: Batch, of_step: int
+    ) -> tuple[Tensor, float]:
+        """Returns the distillation term of a micro-batch and the divergence from the teacher; see
+        `inputs.distillation_loss`. `of_step`: micro-batches of TRL in an optimizer step."""
+        layout = micro_batch.get("layout")
+        if layout is None:
+            layout = packing.Layout.padded(
+                micro_batch["prompt_mask"], micro_batch["completion_mask"], self._multiple
+            )
+        return inputs.distillation_loss(
+            model,
+            micro_batch,
+            layout,
+            self._accelerator,
+            self._args.steps_per_generation,
+            of_step,
+        )
+
+
+def computed_tokens(micro_batch: Batch) -> int:
+    """Returns how many tokens the model computes for a micro-batch, padding included."""
+    if "layout" in micro_batch:
+        return micro_batch["layout"].tokens.numel()
+    return micro_batch["prompt_ids"].numel() + micro_batch["completion_ids"].numel()

@@ -1,0 +1,178 @@
+"""Renders the batch script of `trl-atropos slurm`, for a run over several nodes of a SLURM cluster.
+
+The script is `slurm.sh`, with values of the recipe and of the command's flags filled in. It does
+what docs/multi-node.md does by hand.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from trl_atropos.errors import RecipeError
+from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
+from trl_atropos.protocol import ADAPTER_MODES
+
+SLURM = """\
+Writes a batch script for a run over several nodes of a SLURM cluster: the first
+nodes train, the others serve. The trainer's settings are the recipe's, with the
+flags that are given here; the servers' flags are its `vllm_args`, and if it has
+none those of the `trl-atropos serve` in its first lines. All nodes must share
+the folder in which the script is submitted, and `output_dir`.
+
+  trl-atropos slurm recipes/gsm8k/zero3_72b.yaml --nodes 3 --output job.sh
+  sbatch job.sh"""
+
+STARTS = ("accelerate launch ", "trl-atropos ")  # of a command in the first lines of a recipe
+OWN_FLAGS = ("--host", "--port", "--vllm_mode")  # of a server, which the script sets
+TEMPLATE = Path(__file__).with_name("slurm.sh")  # with @NAME@ where something is filled in
+PATIENCE = 3600  # seconds until the last server of a job must answer
+
+
+def slurm_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "trl-atropos slurm",
+        "trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]",
+        SLURM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    head = "default: what the recipe's first lines launch with"
+    add("--nodes", type=int, required=True, metavar="N", help="of the job, at least 2")
+    add("--trainer_nodes", type=int, metavar="N", help=f"of these, nodes that train; {head}, or 1")
+    add("--gpus_per_node", type=int, default=8, metavar="N", help="default: %(default)s")
+    add("--config_file", metavar="FILE", help=f"accelerate's, for the trainer; {head}, or DDP")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the script; default: the terminal",
+    )
+    return parser
+
+
+def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
+    """Returns the script for the recipe and the settings in `words`. You read it, and complete it
+    with what your cluster wants (account, partition). Raises `RecipeError` if such a run cannot
+    be."""
+    recipe = _existing_recipe(words)
+    # These are for the servers alone.
+    server_words, words = values_of("--vllm_args", words)
+    settings = stated_settings(words)
+    if server_words:
+        settings["vllm_args"] = server_words[-1]
+    commands = _commands_in(recipe)
+    launched = _first_with("launch", commands)
+    trainers = options.trainer_nodes or int(_value_of("--num_machines", launched) or 1)
+    mode = settings.get("vllm_mode", "colocate")
+    flags = _server_flags(settings, _first_with("serve", commands))
+    each, _flags = parallel(flags)
+    gpus = options.gpus_per_node
+    if mode == "colocate":
+        what = "With `vllm_mode: colocate`, trainer and server share a device, not a cluster"
+        fix = "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`."
+        raise RecipeError(what, mode, fix)
+    if not 0 < trainers < options.nodes:
+        what = f"Of --nodes {options.nodes}, {trainers} train, and some must train and some serve"
+        raise RecipeError(what, fix="Change `--nodes` or `--trainer_nodes`.")
+    if each > gpus:
+        what = f"A server of {each} GPUs does not fit on a node of {gpus} (`--gpus_per_node`)"
+        fix = "Lower its `--tensor-parallel-size`, or write its part of the script by hand."
+        raise RecipeError(what, fix=fix)
+    config_file = options.config_file or _value_of("--config_file", launched)
+    model = str(settings.get("model_name_or_path"))
+    output_dir = str(settings.get("output_dir"))
+    run_name = str(settings.get("run_name") or Path(output_dir).name)
+    values = {
+        "nodes": options.nodes,
+        "gpus": gpus,
+        "trainers": trainers,
+        "serving": options.nodes - trainers,
+        "each": each,
+        "servers": gpus // each,
+        "made_by": made_by,
+        "patience": PATIENCE,
+        "name": shlex.quote(run_name),
+        "bin": shlex.quote(str(Path(sys.executable).parent)),
+        "output_dir": shlex.quote(output_dir),
+        "serve": shlex.join(["trl-atropos", "serve", model, "--vllm_mode", mode, *flags]),
+        "launch": _launcher_flags(config_file, trainers, gpus),
+        "train": shlex.join(words),
+    }
+
+    def value(mark: re.Match) -> str:
+        return str(values[mark[1]])
+
+    return re.sub(r"@(\w+)@", value, TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _existing_recipe(words: list[str]) -> str:
+    recipe = _value_of("--config", words)
+    if not recipe:
+        raise RecipeError("No recipe", fix="Name it first: `trl-atropos slurm RECIPE --nodes N`.")
+    if not os.path.isfile(recipe):
+        what = f"The recipe {recipe!r} does not exist (looked in {os.getcwd()})"
+        raise RecipeError(what, recipe, "Correct it.")
+    return recipe
+
+
+def _value_of(flag: str, words: list[str]) -> str | None:
+    values, _rest = values_of(flag, words)
+    return values[0] if values else None
+
+
+def _commands_in(recipe: str) -> list[list[str]]:
+    """Returns the commands in a recipe's first lines, as words. A command may go on behind a
+    backslash."""
+    lines = Path(recipe).read_text(encoding="utf-8").splitlines()
+    comments = [line.lstrip("#").strip() for line in takewhile(_is_comment, lines)]
+    commands = []
+    for line in "\n".join(comments).replace("\\\n", " ").splitlines():
+        if line.startswith(STARTS):
+            commands.append(shlex.split(line, comments=True))
+    return commands
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def _first_with(word: str, commands: list[list[str]]) -> list[str]:
+    return next((command for command in commands if word in command), [])
+
+
+def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:
+    """Returns the flags of each server, without those that the script sets. `served` is the
+    `trl-atropos serve MODEL ...` of the recipe's first lines."""
+    words = settings.get("vllm_args") or served[3:]
+    if isinstance(words, str):
+        words = shlex.split(words)
+    flags = [str(word) for word in words]
+    for name in OWN_FLAGS:
+        _values, flags = values_of(name, flags)
+    stated = server_flags(flags)
+    longest = settings.get("max_sequence_length")
+    if longest and "--max-model-len" not in stated:
+        flags += ["--max-model-len", str(longest)]
+    if settings.get("vllm_mode") in ADAPTER_MODES and "--max-lora-rank" not in stated:
+        rank = int(settings.get("lora_r") or 16)  # PEFT's default
+        flags += ["--max-lora-rank", str(served_rank(rank))]
+    return flags
+
+
+def _launcher_flags(config_file: str | None, trainers: int, gpus: int) -> str:
+    """Returns the flags of accelerate's launcher, one line of the script for each group."""
+    lines = ["--multi_gpu --mixed_precision no --dynamo_backend no"]
+    if config_file:
+        lines = [f"--config_file {shlex.quote(config_file)}"]
+    lines.append(f"--num_machines {trainers} --num_processes {trainers * gpus}")
+    if trainers > 1:
+        lines.append(
+            '--machine_rank "$SLURM_NODEID" --main_process_ip "$HEAD" --main_process_port 29500'
+        )
+    return " \\\n    ".join(lines)

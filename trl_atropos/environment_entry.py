@@ -1,0 +1,283 @@
+"""Holds one entry of `environments` or `evaluations` in a recipe: its keys, their checks, and the
+command that starts it.
+
+`recipe.parse` reads all entries with `parse_entries`. `train.py`, `check`, `trl-atropos try` and
+`services/evaluations.py` get the parsed entries and start them by `start_command` or
+`groups_command`. An entry with a `path` is run by a script of `environment_site/`, one with a
+`command` as it is written.
+"""
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trl_atropos.errors import RecipeError
+from trl_atropos.flags import stated_flags
+from trl_atropos.protocol import TOKEN_VARIABLE
+
+SITE = str(Path(__file__).resolve().with_name("environment_site"))
+RUNNER = f"{SITE}/run.py"  # runs the script of a `path` in a run
+GROUPS_RUNNER = f"{SITE}/groups.py"  # takes it through a number of problems, without a run
+
+# A name of an entry has no "..", hides no file, and does not look like a flag.
+NAME = re.compile(r"\w[\w.-]*")
+LONGEST_NAME = 200  # bytes; the name of a file may have 255
+HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class EnvironmentSpec(BaseModel):
+    """
+    One entry of `environments`. A text alone is the `path`.
+
+    Attributes:
+        path: Script of the environment, relative to `cwd`. It is run as `{python} PATH serve
+            --config FILE` would be.
+        config: Settings of the environment. They win over those that the run writes to that file.
+        command: Whole command in place of `path`, with placeholders, as one line or a list of
+            words.
+        name: Name of the service and of its log file. Defaults to the script's name, or to the
+            name of its folder if the script is called `environment.py`.
+        env: Variables of its process.
+        cwd: Folder in which it is started; by default that of the run.
+        python: Interpreter that `{python}` stands for; by default the run's own.
+        servers: Inference servers, as Atropos' server configs. Their `base_url`, `model_name` and
+            `server_type` are by default those of the run. A `command` gets them as the file
+            `--config`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: NonEmpty | None = None
+    config: dict[str, Any] = {}
+    command: str | list[str] | None = Field(default=None, min_length=1)
+    name: str = ""
+    env: dict[str, str | int | float] = {}
+    cwd: str | None = None
+    python: NonEmpty | None = None
+    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_text_as_path(cls, entry: Any) -> Any:
+        return {"path": entry} if isinstance(entry, str) else entry
+
+    @model_validator(mode="after")
+    def _check_keys_together(self) -> "EnvironmentSpec":
+        if (self.path is None) == (self.command is None):
+            raise ValueError("it needs either `path` or `command`")
+        if self.path is None and not self.name:
+            raise ValueError("an entry with a `command` needs a `name`")
+        if self.path is None and self.config:
+            raise ValueError(
+                "`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`"
+            )
+        if not self.name:
+            self.name = self._usual_name()
+        length = len(os.fsencode(self.name))
+        if not NAME.fullmatch(self.name) or length > LONGEST_NAME:
+            raise ValueError(
+                f"files and folders get its name, and {self.name!r} is none for them: set `name` "
+                f"to letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with "
+                "no - or . at its start"
+            )
+        return self
+
+    def _usual_name(self) -> str:
+        script = self.script.absolute()
+        name = script.parent.name if script.stem == "environment" else script.stem
+        return re.sub(r"[^\w.-]", "_", name).lstrip(".-")
+
+    @property
+    def script(self) -> Path:
+        """Script of an entry with a `path`, seen from the folder of the run."""
+        return Path(self.cwd or "", self.path)
+
+    @property
+    def line(self) -> str:
+        """Command as you would type it, without what the run fills in."""
+        if isinstance(self.command, str):
+            return self.command
+        if self.command is not None:
+            return " ".join(self.command)
+        words = [f"python {self.path} serve"]
+        for name, value in self.config.items():
+            words.append(f"--env.{name} {shlex.quote(str(value))}")
+        return " ".join(words)
+
+    def variables(self, **further: str) -> dict[str, str]:
+        """Returns the variables of its process: those of `env` and `further`, and a `PYTHONPATH` by
+        which its Python loads `environment_site/sitecustomize.py`. The control token is hidden."""
+        variables = {TOKEN_VARIABLE: "", **further}
+        for name, value in self.env.items():
+            variables[name] = str(value)
+        usual_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        folders = f"{SITE}{os.pathsep}{usual_path}"
+        variables["PYTHONPATH"] = folders.rstrip(os.pathsep)
+        return variables
+
+    # ------------------------------------------------------------------------------------ commands
+
+    def start_command(self, placeholders: Mapping[str, str]) -> list[str]:
+        """Returns the command that starts the environment in a run. The caller appends `--config
+        FILE`. Raises `RecipeError` for an unknown placeholder."""
+        if self.path is not None:
+            return [self._interpreter(placeholders), RUNNER, self.path, "serve"]
+        return [self.fill_in(word, placeholders) for word in self.command_words()]
+
+    def groups_command(
+        self, kind: Literal["process", "evaluate"], placeholders: Mapping[str, str]
+    ) -> list[str]:
+        """Returns the command that takes the script of a `path` through its first problems
+        (`environment_site/groups.py`). The caller appends `--config FILE`."""
+        return [self._interpreter(placeholders), GROUPS_RUNNER, self.path, kind]
+
+    def _interpreter(self, placeholders: Mapping[str, str]) -> str:
+        return self.fill_in("{python}", placeholders)
+
+    def script_in(self, command: list[str]) -> str:
+        """Returns the script that the filled-in `command` runs, or an empty text if it names
+        none."""
+        if self.path is not None:
+            return self.path
+        return next((word for word in command[1:] if word.endswith(".py")), "")
+
+    def command_words(self) -> list[str]:
+        """Returns the words of `command`, with its placeholders. Raises `RecipeError` for a quote
+        that does not end."""
+        if not isinstance(self.command, str):
+            return self.command
+        try:
+            return shlex.split(self.command)
+        except ValueError as error:
+            what = f"The command of environment {self.name!r} is cut short: {error}"
+            fix = "Correct its quotes."
+            raise RecipeError(what, self.command, fix, "environment-command") from error
+
+    def fill_in(self, text: str, placeholders: Mapping[str, str]) -> str:
+        """Returns `text` with the values of its placeholders. An entry's own `python` wins."""
+        values = dict(placeholders)
+        if self.python is not None:
+            python = os.path.expanduser(self.python)
+            values["python"] = os.path.abspath(python) if "/" in python else python
+        try:
+            return text.format_map(values)
+        except (KeyError, IndexError, ValueError) as error:
+            what = f"The entry of environment {self.name!r} has an unknown placeholder ({error})"
+            known = ", ".join(f"{{{name}}}" for name in values)
+            fix = f"Known ones: {known}; write a literal brace twice."
+            raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
+
+
+class EvaluationSpec(EnvironmentSpec):
+    """
+    One entry of `evaluations`: an environment that is run beside the training. Nothing of it is
+    trained on.
+
+    Attributes:
+        problems: How many problems are sampled: the first that the environment gives. By default,
+            the environment's own `evaluate` runs instead.
+        samples: Rollouts of each problem, for pass@k.
+        temperature: Sampling temperature; by default that of the run.
+        passes_above: A rollout with a score above this has solved its problem.
+        every: Optimizer steps between two evaluations; by default `eval_steps`. One more is made
+            before the first step and one after the last.
+    """
+
+    problems: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    passes_above: float = Field(default=0.5, allow_inf_nan=False)
+    every: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_keys_of_evaluation(self) -> "EvaluationSpec":
+        if self.path is None:
+            raise ValueError("an evaluation needs a `path`")
+        stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
+        if self.problems is None and stated:
+            raise ValueError(
+                f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its "
+                "`config`"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                "at temperature 0 all samples of a problem are the same: set `samples: 1`"
+            )
+        return self
+
+
+# ------------------------------------------------------------------------------ parsing and checks
+
+Spec = TypeVar("Spec", bound=EnvironmentSpec)
+
+
+def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
+    """Returns the parsed entries of `setting`, which is `environments` or `evaluations`. Raises
+    `RecipeError` for the first one that is wrong."""
+    code = f"{setting.removesuffix('s')}-entry"
+    if isinstance(entries, dict) and entries:
+        what = f"`{setting}` is one mapping, not a list"
+        raise RecipeError(what, str(entries), "Begin each entry with `- path: ...`.", code)
+    parsed = []
+    for number, entry in enumerate(entries or [], start=1):
+        try:
+            parsed.append(kind.model_validate(entry))
+        except ValidationError as error:
+            what = f"`{setting}` entry {number}: {_first_mistake(error)}"
+            keys = ", ".join(f"`{name}`" for name in kind.model_fields)
+            raise RecipeError(what, str(entry), HOW_TO_ENTER.format(keys), code) from error
+    names = [spec.name for spec in parsed]
+    if len(set(names)) != len(names):
+        what = f"`{setting}` names must differ, but they are: {', '.join(names)}"
+        raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
+    return parsed
+
+
+def _first_mistake(error: ValidationError) -> str:
+    """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`."""
+    mistake = error.errors()[0]
+    place = "".join(f"{part}: " for part in mistake["loc"])
+    return place + mistake["msg"].removeprefix("Value error, ")
+
+
+def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
+    """Raises `RecipeError` if the folder, program or script is missing that the filled-in `command`
+    of an entry needs, or if the entry states its servers twice."""
+    who = f"Environment {spec.name!r}"
+    folder = spec.cwd or ""
+    if spec.cwd is not None and not os.path.isdir(folder):
+        what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"
+        raise RecipeError(what, f"cwd: {spec.cwd}", "Correct it.", "environment-program")
+    program = command[0] if command else ""
+    place = os.path.join(folder, program) if "/" in program else program
+    if not shutil.which(place, path=spec.env.get("PATH")):
+        what = f"{who}: there is no program {program!r} to run"
+        fix = "Correct its `command`, such as `{python} path/to/script.py`."
+        if spec.path is not None:
+            fix = "Correct its `python`."
+        raise RecipeError(what, program, fix, "environment-program")
+    if spec.path is not None:
+        if not spec.script.is_file():
+            what = f"{who}: there is no script {spec.path!r}"
+            fix = "Correct its `path` or `cwd`."
+            raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
+        return
+    if spec.servers is None:
+        return
+    for flag in stated_flags(spec.command_words()):
+        if flag.startswith(("--openai.", "--config")):
+            what = (
+                f"{who} has both `servers` and {flag} in its command, and Atropos takes only one "
+                "of them"
+            )
+            fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
+            raise RecipeError(what, flag, fix, "environment-command")

@@ -1,0 +1,126 @@
+"""Completes the model card that TRL writes at every save: the rewards, the evaluations, the
+environments, the settings and the versions of the run.
+
+`AtroposGRPOTrainer.create_model_card` calls `complete_card`. The card may go to the Hub, so that it
+has neither secrets nor paths of this machine.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard
+from transformers import TrainerState
+
+from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.report.run_log import SECRET, changed, portable, portable_value, versions
+from trl_atropos.report.summary import CURVE, draw_reward_curve, evaluation_lines
+from trl_atropos.services.evaluations import Result
+
+# Settings that say where a run was, or that transformers sets by itself.
+LEFT_OUT = re.compile(
+    r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug"
+)
+CITATIONS = "## Citations"  # heading in TRL's template, above which our sections stand
+SETTINGS = """\
+<details><summary>Every setting that differs from its default</summary>
+
+```yaml
+{}```
+
+</details>"""
+
+
+def complete_card(
+    args: AtroposGRPOConfig,
+    state: TrainerState,
+    base: str,
+    adapters: list,
+    commands: Mapping[str, str],
+    evaluations: Sequence[Result],
+    draw: bool,
+) -> None:
+    """Completes the card that TRL has just written in `output_dir`.
+
+    Args:
+        base: The model that the run began with.
+        adapters: PEFT's configurations.
+        commands: Command of each environment, by its name.
+        draw: Also draw the reward curve beside the card.
+    """
+    folder = Path(args.output_dir)
+    card = ModelCard.load(folder / "README.md")
+    card.data.pipeline_tag = "text-generation"
+    if adapters:
+        card.data.library_name = "peft"
+    logs = [entry for entry in state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in logs]
+    has_curve = len(rewards) > 1
+    if has_curve and draw:
+        steps = [entry["step"] for entry in logs]
+        draw_reward_curve(args.output_dir, rewards, steps)
+
+    parts = ["## Atropos run", _origin(args, state)]
+    if rewards:
+        parts.append(
+            f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}."
+        )
+    if has_curve and (folder / CURVE).exists():
+        parts.append(f"![Mean reward by optimizer step]({CURVE})")
+    if evaluations:
+        parts += ["### Evaluation", _bullets(evaluation_lines(evaluations))]
+    if commands:
+        parts.append("### Environments")
+    for name, command in commands.items():
+        one_line = " ".join(command.split())
+        parts.append(f"`{name}`:\n\n```bash\n{portable(one_line)}\n```")
+    parts += ["### Settings", _settings(args, base, adapters)]
+    lines = [f"{name}: {version}" for name, version in versions().items()]
+    parts += ["### Versions", _bullets(lines)]
+
+    # TRL's template writes `None` for a model that is not on the Hub.
+    text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
+    text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
+    above, heading, below = text.partition(CITATIONS)
+    card.text = "\n\n".join([above.rstrip("\n"), *parts, heading + below])
+    card.save(folder / "README.md")
+
+
+def _origin(args: AtroposGRPOConfig, state: TrainerState) -> str:
+    source = "rollouts of Atropos environments"
+    if args.replay_paths is not None:
+        source = "recorded rollouts"
+    run = portable(args.run_name or Path(args.output_dir).name)
+    steps = f"{state.global_step} of {args.max_steps} steps"
+    return f"Trained on {source}, run `{run}`, {steps}, {datetime.now(UTC):%Y-%m-%d}."
+
+
+def _bullets(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
+    """Returns the settings that differ from their defaults, as YAML."""
+    settings: dict[str, Any] = {"model_name_or_path": portable(base)}
+    settings |= _changed_values(args)
+    if adapters:
+        settings["adapters"] = []
+    for config in adapters:
+        kind = {"peft_type": portable_value(config.peft_type)}
+        settings["adapters"].append(kind | _changed_values(config))
+    dumped = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
+    return SETTINGS.format(dumped)
+
+
+def _changed_values(settings: Any) -> dict[str, Any]:
+    values = {}
+    for name in changed(settings):
+        if LEFT_OUT.fullmatch(name) or SECRET.search(name):
+            continue
+        value = portable_value(getattr(settings, name))
+        if value not in ([], {}):  # transformers' form of `None`
+            values[name] = value
+    return values

@@ -1,0 +1,95 @@
+"""Reads the log of a service: its last lines, the error that ended it, what it does now.
+
+`manager.py` quotes these in errors and warnings, `evaluations.py` while something waits for an
+evaluation.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trl_atropos.logging import columns
+
+if TYPE_CHECKING:
+    from trl_atropos.services.manager import Service
+
+logger = logging.getLogger(__name__)
+
+TAIL_LINES = 20
+TAIL_BYTES = 64 * 1024
+TAIL_WIDTH = 500  # characters
+# Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is
+# above them.
+NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
+# What vLLM writes before each line of its processes, also of their tracebacks.
+VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
+ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
+# by vLLM's API server: the engine's own error stands above
+RELAYED = "Engine core initialization failed"
+
+
+def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
+    """Returns the last lines of a log file from byte `start` on, without `NOISE`. Returns an empty
+    text if the file does not exist."""
+    text = ""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(start, size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    kept = [line for line in text.splitlines() if not NOISE.match(line)]
+    return "\n".join(kept[-lines:])
+
+
+def tell_work(service: "Service", doing: str) -> None:
+    """Logs in one line of the terminal's width what a service is doing: `doing`, and the last line
+    with words in its log, such as the present state of a progress bar."""
+    work = "no output yet"
+    # The first line is that of the command.
+    for line in tail(service.log_path, 10 * TAIL_LINES, service.log_start).splitlines()[1:]:
+        text = VLLM_PREFIX.sub("", line).strip()
+        if re.search("[a-z]{3}", text):
+            work = text
+    room = (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
+    logger.info(textwrap.shorten(f"{doing}: {work}", room, placeholder=" …"))
+
+
+def cause_of_end(log_path: Path) -> str:
+    """Returns the error that ended a service: a colon and one sentence, or an empty text."""
+    cause = ""
+    is_validation_error = False
+    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
+        text = VLLM_PREFIX.sub("", line)
+        if is_validation_error:
+            # The first line of pydantic's error says nothing, the next one does.
+            cause = text.strip()
+            is_validation_error = False
+        elif ERROR_LINE.match(text) and RELAYED not in text:
+            cause = text
+            is_validation_error = "validation error" in text
+    if not cause:
+        return ""
+    sentence = cause.split(". ")[0].rstrip(".")
+    return f": {sentence[:TAIL_WIDTH]}"
+
+
+def end_of(log_path: Path) -> str:
+    """Returns the last lines of a service's log, of tracebacks only the innermost frames."""
+    lines = []
+    frame = []  # the lines of the last frame of a traceback
+    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
+        text = VLLM_PREFIX.sub("", line)
+        if len(line) > TAIL_WIDTH:
+            line = line[:TAIL_WIDTH] + " ..."
+        if text.startswith('  File "'):
+            frame = [line]
+        elif frame and text.startswith("    "):
+            frame.append(line)
+        else:
+            lines += [*frame, line]
+            frame = []
+    lines += frame
+    return f"The last lines of {log_path}:\n" + "\n".join(lines[-TAIL_LINES:])

@@ -1,0 +1,1 @@
+"""The parts of `AtroposGRPOTrainer` that override no method of TRL's."""

@@ -1,0 +1,195 @@
+"""Sets up how the policy and the reference model compute, and proves it before the first batch.
+
+`AtroposGRPOTrainer` makes a `Computation` when its models are built. When training begins, it calls
+`check` (the models must compute in training what the server samples from) and `set_up_layers`,
+which finds out whether rollouts may share a row (`batches/trial.py`) and sets `packs`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn import Module
+
+from trl_atropos.batches import numerics, packing, trial
+from trl_atropos.errors import RecipeError
+from trl_atropos.weights import adapters
+from trl_atropos.weights.gather import base_model, local_parts, unwrap
+from trl_atropos.weights.model_setup import (
+    keep_soft_cap,
+    name_backbone,
+    num_positions,
+    prepare_model,
+    restore_what_changes,
+)
+
+logger = logging.getLogger(__name__)
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OUT_OF_MEMORY = (
+    "Give the trainer less to keep at a time (`max_tokens_per_micro_batch: 4096`, "
+    "`gradient_checkpointing: true`) or a server on its GPU less memory "
+    "(`--gpu-memory-utilization`). `trl-atropos check` says what a run takes."
+)
+
+
+class Computation:
+    """
+    The policy and the reference model, prepared for training on what a server samples.
+
+    Args:
+        trainer: the `AtroposGRPOTrainer`, whose models are built.
+
+    Attributes:
+        packs (`packing.How`, *optional*): How rollouts are packed into one row; `None` if they are
+            padded, and before training begins.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.packs: packing.How | None = None
+        model = trainer.model
+        accelerator = trainer.accelerator
+        has_adapters = isinstance(model, PeftModel)
+        if has_adapters and adapters.REFERENCE in model.peft_config and trainer.args.beta:
+            adapters.complete_reference(model)
+        for each in self._models():
+            computed = base_model(each)
+            name_backbone(computed)
+            keep_soft_cap(computed)
+            packing.use_packed_attention(computed)
+            numerics.use(trainer.args, each, accelerator.device, trainer.is_sharded)
+        self._silenced = prepare_model(model, warn=accelerator.is_main_process)
+
+    def check(self) -> None:
+        """Compares what is trained with what the models compute by themselves, on one short row.
+        All ranks do, because the forward pass of a sharded model is one of all ranks."""
+        trainer = self._trainer
+        accelerator = trainer.accelerator
+        policy = base_model(trainer.model)
+        dtype = self._autocast_dtype() or next(policy.parameters()).dtype
+        row = numerics.Row(
+            policy.config,
+            num_positions(policy.config),
+            accelerator.device,
+            accelerator.autocast,
+            dtype,
+            trainer.args.temperature,
+        )
+        is_main = accelerator.is_main_process
+        restore_what_changes(self._silenced, partial(row.logits, trainer.model), warn=is_main)
+        noise = numerics.noise_left(trainer.model, row)
+        if noise is not None and is_main:
+            logger.warning(
+                "%s computes log-probabilities that differ by %.2g nats in the mean between "
+                "training mode and evaluation mode, which the server samples from. It has noise "
+                "that is not called dropout or jitter: turn it off in the model's configuration.",
+                type(policy).__name__,
+                noise,
+            )
+        for model in self._models():
+            numerics.check_head(model, row)
+
+    def set_up_layers(self) -> None:
+        """Finds out whether rollouts are packed, and compiles the layers if that is worth it."""
+        trainer = self._trainer
+        models = [base_model(model) for model in self._models()]
+        if trainer.args.padding_free:
+            for model in models:
+                packing.use_packed_attention(model)
+            self.packs = self.how_packed()
+        if self.packs is None:
+            for model in models:
+                packing.use_own_attention(model)
+        compiles = trainer.args.compile_layers
+        if compiles is None:
+            policy = base_model(trainer.model)
+            device = trainer.accelerator.device
+            compiles = not trainer.is_sharded and packing.worth_compiling(policy, device)
+        if compiles:
+            for model in models:
+                packing.compile_layers(model)
+
+    def how_packed(self) -> packing.How | None:
+        """Returns how rollouts are packed; `None` if these models must be padded."""
+        trainer = self._trainer
+        how = packing.How.of(
+            base_model(trainer.model),
+            trainer.accelerator.device,
+            self._autocast_dtype(),
+            trainer.pad_to_multiple_of or 1,
+        )
+        if trainer.aux_loss_enabled:
+            why_padded = "it has a load-balancing loss"
+        else:
+            why_padded = self._first_reason(trial.why_padded, how)
+        if why_padded:
+            self._pad_or_refuse(why_padded)
+            return None
+        shares = trainer.args.share_prompts
+        if shares is None:  # on GPUs it has not been measured
+            shares = how.device.type == "cpu"
+        if not shares:
+            return how
+        why_unshared = self._first_reason(trial.why_unshared, how)
+        asked_for = trainer.args.share_prompts
+        if why_unshared and asked_for and trainer.accelerator.is_main_process:
+            logger.warning(
+                "Rollouts do not share their prompts (`share_prompts`) because of this model: %s.",
+                why_unshared,
+            )
+        return how._replace(shares=why_unshared is None)
+
+    def trained_parts(self) -> list[Tensor]:
+        """Returns this rank's part of each trained weight."""
+        policy = unwrap(self._trainer.model)  # sharded again, if FSDP2 left layers whole
+        parts = []
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                own = local_parts(parameter, self._trainer.accelerator)
+                parts.extend(values for values, _ in own)
+        return parts
+
+    def _pad_or_refuse(self, why_padded: str) -> None:
+        """Warns that rollouts are padded. Raises `RecipeError` if `numerics` does not allow it."""
+        if self._trainer.args.numerics == "bitwise":
+            what = (
+                "`numerics: bitwise` needs rollouts in one row, and this model has them padded: "
+                f"{why_padded}"
+            )
+            raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
+        if self._trainer.accelerator.is_main_process:
+            logger.warning(
+                "Rollouts are padded, not packed (`padding_free`), because of this model: %s.",
+                why_padded,
+            )
+
+    def _first_reason(self, why_not: Callable[..., str | None], how: packing.How) -> str | None:
+        """Returns what a test of `trial.py` finds against the policy or the reference model, which
+        both score rows."""
+        with self._trainer.accelerator.autocast():
+            reasons = [why_not(model, base_model(model), how) for model in self._models()]
+        return next(filter(None, reasons), None)
+
+    def _models(self) -> list[Module]:
+        """Returns the policy, and the reference model if it is a model of its own."""
+        models = [self._trainer.model, self._trainer.ref_model]
+        return [model for model in models if model is not None]
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return AUTOCAST.get(self._trainer.accelerator.mixed_precision)
+
+
+@contextmanager
+def explained_out_of_memory() -> Iterator[None]:
+    """Adds to torch's message what a user can do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(OUT_OF_MEMORY)
+        raise
