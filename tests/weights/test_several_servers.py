@@ -134,24 +134,24 @@ def test_workers_with_each_others_shard_are_found(two_workers, name, recording, 
     give_back_the_weights([two_workers], recording, tmp_path)
     publisher = make_publisher(two_workers, tmp_path, "server", probe_every_n_steps=0)
     trainer = make_trainer(publisher, recording, two_workers.model, tmp_path, mode="server")
-    fill, wrong = publisher.transfer._fill, []
+    fill_messages = publisher.transfer._fill_messages
+    wrong = []
 
-    def faulty(number, fixed):
-        message = fill(number, fixed)
-        for spec, values in zip(
-            message.tensors, unpack(message.content, message.tensors), strict=True
-        ):
-            if wrong == [] and name in spec.name:
-                wrong.append(spec.name)
-                dim = int(name == "o_proj")
-                values.copy_(torch.cat(values.chunk(2, dim)[::-1], dim))
-        return message
+    def faulty():
+        for message in fill_messages():
+            tensors = unpack(message.content, message.tensors)
+            for spec, values in zip(message.tensors, tensors, strict=True):
+                if wrong == [] and name in spec.name:
+                    wrong.append(spec.name)
+                    dim = int(name == "o_proj")
+                    values.copy_(torch.cat(values.chunk(2, dim)[::-1], dim))
+            yield message
 
     try:
         publisher.hold()
         publish(trainer, lambda: disturb(trainer.model, 0.01))
         publisher.before_backward()
-        publisher.transfer._fill = faulty
+        publisher.transfer._fill_messages = faulty
         publish(trainer, lambda: None)
         with pytest.raises(FingerprintError) as error:
             publisher.before_backward()
