@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from tests.forge import FORKED_ENGINES
 from tests.launching import Run, make_model
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
+from tests.services.test_services import start_trainer
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import ServiceError
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
@@ -183,14 +183,7 @@ def test_a_trainer_that_is_killed_during_the_wait_leaves_no_guard_behind(tmp_pat
         "flush=True); time.sleep(0.5)']\nservices.start('a', service, restarts=9, settled=0.1)\n"
         "print(services._services['a'].guard.pid, flush=True)\ntime.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", trainer],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_trainer(trainer, tmp_path)
     guard = int(process.stdout.readline())
     log = tmp_path / "logs" / "a.log"
     until(lambda: "again in 2 s" in log.read_text(), "the guard waits")

@@ -337,6 +337,18 @@ def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
     require_free_port(free_url, "the Atropos API", "use another")
 
 
+def start_trainer(script: str, folder: Path) -> subprocess.Popen:
+    """Starts a Python script in `folder` that has services, with this checkout's package."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
     trainer = (
         "import sys, time\nfrom trl_atropos.services.manager import Services\nservices = "
@@ -344,14 +356,7 @@ def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
         "'import time; time.sleep(600)'])\nprint(*(service.guard.pid for service in "
         "services._services.values()), flush=True)\ntime.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", trainer],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_trainer(trainer, tmp_path)
     guards = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
     process.wait()

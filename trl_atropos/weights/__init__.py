@@ -1,2 +1,1 @@
-"""How new weights reach the servers that sample from them, and how a run saves its weights and
-resumes."""
+"""Brings new weights to the servers that sample from them, and saves and loads checkpoints."""
