@@ -173,6 +173,7 @@ def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.full  # `test_as_users.py` types Ctrl-C, too
 @pytest.mark.server
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(

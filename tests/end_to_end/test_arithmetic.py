@@ -91,12 +91,21 @@ def test_the_environment_asks_the_problems_of_its_split(split):
     ]
 
 
+# Saves the recipe's model without any training.
+UNTRAINED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from make_model import SIZES, make_tokenizer, new_model
+tokenizer = make_tokenizer()
+new_model(SIZES["cpu"], tokenizer).save_pretrained(sys.argv[2])
+tokenizer.save_pretrained(sys.argv[2])
+"""
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """The recipe's: with fewer steps of pre-training, it depends on the seed whether it has learned
-    to carry."""
+def untrained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
-    subprocess.run([sys.executable, FOLDER / "make_model.py", folder], check=True, timeout=900)
+    subprocess.run([sys.executable, "-c", UNTRAINED, FOLDER, folder], check=True, timeout=100)
     return folder
 
 
@@ -106,15 +115,28 @@ def compare(*words: str | Path) -> None:
     )
 
 
-@pytest.mark.server
-@pytest.mark.slow(250)
-def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path):
-    flags = ("--max_steps", "20", "--save_steps", "20")
-    with Run(
-        tmp_path / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags
-    ) as run:
+def train(model: Path, folder: Path, steps: int) -> None:
+    flags = ("--max_steps", str(steps), "--save_steps", str(steps))
+    with Run(folder / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags) as run:
         run.child.wait(900)
     assert run.exit_code() == 0, run.output[-3000:]
+    assert json.loads((folder / "run/summary.json").read_text())["steps"] == steps
+
+
+@pytest.mark.server
+@pytest.mark.slow(60)
+def test_recipe_trains(untrained, tmp_path):
+    train(untrained, tmp_path, steps=3)
+
+
+@pytest.mark.full
+@pytest.mark.server
+@pytest.mark.slow(400)
+def test_model_gets_better_at_problems_never_seen(tmp_path):
+    # With fewer steps of pre-training, it depends on the seed whether it has learned to carry.
+    model = tmp_path / "model"
+    subprocess.run([sys.executable, FOLDER / "make_model.py", model], check=True, timeout=900)
+    train(model, tmp_path, steps=20)
     compare("draw", tmp_path / "curve.svg", "--curve", "ours", tmp_path / "run", "--model", model)
     before, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (before["step"], after["step"], after["rollouts"]) == (0, 20, 20 * 64)
@@ -124,10 +146,16 @@ def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path)
 
 
 @pytest.mark.slow(60)
-def test_the_trainer_of_trl_runs_beside_it(model, tmp_path):
-    compare("trl", tmp_path / "run", "--model_name_or_path", model, "--max_steps", "2")
+def test_the_trainer_of_trl_runs_beside_it(untrained, tmp_path):
+    compare("trl", tmp_path / "run", "--model_name_or_path", untrained, "--max_steps", "2")
     compare(
-        "draw", tmp_path / "curve.svg", "--curve", "GRPOTrainer", tmp_path / "run", "--model", model
+        "draw",
+        tmp_path / "curve.svg",
+        "--curve",
+        "GRPOTrainer",
+        tmp_path / "run",
+        "--model",
+        untrained,
     )
     _, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (after["step"], after["rollouts"]) == (2, 2 * 64) and 0 < after["seconds"] < 60

@@ -51,7 +51,6 @@ WAYS = [
 COVERING = {
     ("starting the server", "Ctrl-C"),  # which is SIGINT to the launcher, and to all others
     ("inside a pause", "kill the trainer"),
-    ("saving", "kill the launcher"),
 }
 CASES = [
     pytest.param(

@@ -124,6 +124,7 @@ def evaluate_alone(folder: Path, checkpoint: Path) -> Path:
     return folder / "alone/eval" / checkpoint.name / "evaluations/letters"
 
 
+@pytest.mark.full  # most of it is what `test_as_users.py` does
 def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped(tmp_path):
     """Two turns, so that masks have holes, in groups of four and of eight from two environments;
     and evaluations, greedy ones, which equal those of the saved checkpoints."""

@@ -505,6 +505,8 @@ SEEN_ELSEWHERE = (
         for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
         + ("colocate_7b", "colocate_7b_lora", "nccl_lora_72b")
     ),
+    # sharded as in `tests/weights/test_sharded_publish.py`
+    "recipes/gsm8k/zero3_72b.yaml",
     # the quickstart's, with another environment, which `tool_use` is too
     "recipes/own_environment/cpu.yaml",
     # whose environment `rollouts/test_environment_position.py` runs

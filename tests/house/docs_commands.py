@@ -55,7 +55,7 @@ ELSEWHERE = [
     ),
     (
         r"python recipes/arithmetic/make_model\.py|accelerate launch .*--config recipes/arithmetic/colocate\.yaml",
-        "tests/end_to_end/test_arithmetic.py::test_a_model_gets_better_at_problems_that_it_has_never_seen",
+        "tests/end_to_end/test_arithmetic.py::test_model_gets_better_at_problems_never_seen",
         "recipes/arithmetic/colocate.yaml",
     ),
     (

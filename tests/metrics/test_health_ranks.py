@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from tests.launching import launch_two
@@ -149,10 +150,16 @@ def test_a_stop_reaches_all_ranks(ranks):
         )
 
 
-def test_messages_of_one_ranks_rows_are_in_everyones_place_of_the_table(ranks):
-    texts = ranks[0]["runs"]["plain"]["messages"]
+def test_messages_of_one_ranks_rows_are_in_everyones_place_of_the_table(ranks, recorded):
+    """Only the last rows of the second batch have messages, and all of these are rank 1's."""
+    tables = sorted((recorded / "two/plain/completions").glob("*.parquet"))
+    assert len(tables) == STEPS
+    texts = pandas.read_parquet(tables[1])["messages"].tolist()
     assert len(texts) == ROWS
-    assert all(text is None for text in texts)  # of the last batch; the column has stayed
+    assert all(pandas.isna(text) for text in texts[:-4])
+    assert all("yes" in str(text) for text in texts[-4:])
+    last = ranks[0]["runs"]["plain"]["messages"]
+    assert last == [None] * ROWS  # the column has stayed
 
 
 if __name__ == "__main__":

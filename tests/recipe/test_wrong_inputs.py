@@ -959,6 +959,7 @@ def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
     assert_told(outcome, *fragments)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
