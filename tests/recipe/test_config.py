@@ -211,7 +211,7 @@ def test_an_odd_batch_is_counted_over_all_processes(monkeypatch):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
-def test_every_loss_goes_with_every_correction_but_vespo_with_those_of_sequences(loss_type, mode):
+def test_loss_goes_with_every_correction_but_vespos(loss_type, mode):
     settings = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
     if loss_type == "vespo" and mode.startswith("sequence"):
         with pytest.raises(ValueError, match="token-level"):
@@ -221,20 +221,20 @@ def test_every_loss_goes_with_every_correction_but_vespo_with_those_of_sequences
     assert (config.loss_type, config.vllm_importance_sampling_mode) == (loss_type, mode)
 
 
-def test_recorded_rollouts_may_be_trained_on_sharded(monkeypatch):
+def test_recorded_rollouts_may_be_trained_sharded(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert configure(replay_paths=["somewhere"]).replay_paths == ["somewhere"]
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
-def test_modes_that_copy_weights_may_be_sharded(monkeypatch, mode, name):
+def test_mode_that_copies_weights_may_be_sharded(monkeypatch, mode, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
     assert configure(vllm_mode=mode).vllm_mode == mode
 
 
 @pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
-def test_modes_that_copy_weights_may_publish_rarely(mode):
+def test_mode_that_copies_weights_may_publish_rarely(mode):
     assert configure(vllm_mode=mode, sync_every_n_steps=5).sync_every_n_steps == 5
 
 
@@ -242,15 +242,13 @@ def test_modes_that_copy_weights_may_publish_rarely(mode):
     ("asked", "own", "expected"),
     [("bf16", {}, True), ("no", {}, False), ("bf16", {"fp16": True}, False)],
 )
-def test_mixed_precision_that_the_launcher_asks_for_is_a_setting_like_any_other(
-    monkeypatch, asked, own, expected
-):
+def test_launchers_mixed_precision_becomes_a_setting(monkeypatch, asked, own, expected):
     """Otherwise accelerate would compute in bfloat16, and nothing here would know."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     assert configure(**own).bf16 is expected
 
 
-def test_a_server_may_sleep_while_a_whole_batch_is_trained():
+def test_server_may_sleep_while_a_batch_is_trained():
     config = configure(
         vllm_mode="server", vllm_enable_sleep_mode=True, gradient_accumulation_steps=4
     )
@@ -278,7 +276,7 @@ def test_a_setting_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path
 
 
 @pytest.mark.parametrize("name", UNUSED_FIELDS)
-def test_a_setting_without_effect_is_warned_of_by_name(name):
+def test_setting_without_effect_is_warned_of(name):
     with pytest.warns(
         UserWarning,
         match=rf"no effect, because the environments generate: {name}\. Set .*environment",
@@ -286,7 +284,7 @@ def test_a_setting_without_effect_is_warned_of_by_name(name):
         configure(**{name: UNUSED_VALUES[name]})
 
 
-def test_settings_with_effect_are_not_warned_of():
+def test_setting_with_effect_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         configure(
@@ -298,29 +296,29 @@ def test_settings_with_effect_are_not_warned_of():
 
 
 @pytest.mark.parametrize("asked", [16, 3])
-def test_num_generations_is_what_was_asked_for_and_constrains_nothing(asked):
+def test_num_generations_constrains_nothing(asked):
     with pytest.warns(UserWarning, match="num_generations"):
         config = configure(num_generations=asked, per_device_train_batch_size=2)
     assert (config.num_generations, config.generation_batch_size) == (asked, 2)
 
 
-def test_the_defaults_are_for_rollouts_of_an_older_policy_scored_in_the_servers_dtype():
+def test_defaults_suit_rollouts_of_an_older_policy():
     config = configure()
     assert config.num_generations == 8
     assert config.vllm_importance_sampling_mode == "token_truncate"
     assert (config.use_vllm, config.bf16) == (False, False)
 
 
-def test_a_vllm_of_trls_own_is_never_started():
+def test_trls_own_vllm_is_never_started():
     assert configure(use_vllm=True).use_vllm is False
 
 
 @pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
-def test_scale_rewards_takes_the_booleans_that_trl_takes(given, meant):
+def test_scale_rewards_takes_trls_booleans(given, meant):
     assert configure(scale_rewards=given).scale_rewards == meant
 
 
-def test_urls_lose_what_clients_append_themselves():
+def test_urls_lose_what_clients_append():
     config = configure(
         atropos_url="http://127.0.0.1:8000/", vllm_server_base_url="http://127.0.0.1:9001/v1/"
     )
@@ -333,7 +331,7 @@ def test_urls_lose_what_clients_append_themselves():
 @pytest.mark.parametrize(
     "several", [["http://a:1", "http://b:2/v1"], "http://a:1, http://b:2/", "http://a:1,http://b:2"]
 )
-def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, several):
+def test_servers_are_a_list_or_separated_by_commas(tmp_path, several):
     for config in (
         configure(vllm_server_base_url=several),
         from_yaml(tmp_path, vllm_server_base_url=several),
@@ -341,17 +339,17 @@ def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, several):
         assert config.vllm_server_urls == ["http://a:1", "http://b:2"]
 
 
-def test_several_servers_on_the_command_line_are_separated_by_commas(tmp_path):
+def test_servers_in_a_flag_are_separated_by_commas(tmp_path):
     config = from_yaml(tmp_path, "--vllm_server_base_url", "http://a:1,http://b:2")
     assert config.vllm_server_urls == ["http://a:1", "http://b:2"]
 
 
-def test_trls_server_port_is_understood_where_there_is_no_url():
+def test_trls_server_port_stands_for_a_missing_url():
     config = configure(vllm_server_base_url=None, vllm_server_port=9123)
     assert config.vllm_server_base_url == "http://127.0.0.1:9123"
 
 
-def test_one_replay_path_in_yaml_is_a_list_of_one(tmp_path):
+def test_replay_path_in_yaml_may_be_a_text(tmp_path):
     assert from_yaml(tmp_path, replay_paths="one.jsonl").replay_paths == ["one.jsonl"]
 
 
@@ -362,7 +360,7 @@ def test_flags_override_the_recipe(tmp_path):
     assert (config.temperature, config.replay_paths) == (0.5, ["a", "b"])
 
 
-def test_the_parser_takes_every_field_of_ours_as_a_flag(tmp_path):
+def test_parser_takes_every_setting_as_a_flag(tmp_path):
     options = {
         option
         for action in TrlParser((AtroposGRPOConfig,))._actions
@@ -372,7 +370,7 @@ def test_the_parser_takes_every_field_of_ours_as_a_flag(tmp_path):
 
 
 @pytest.mark.parametrize("config", [ServicesConfig, AtroposGRPOConfig])
-def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config):
+def test_docstring_is_the_help_and_states_the_default(config):
     explained = {name: text for _, name, text in described(config)}
     assert explained.keys() == config.__annotations__.keys()
     for one in fields(config):
@@ -390,7 +388,7 @@ def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config)
             assert header[1] == default.replace("`f", "`F")
 
 
-def test_recipe_does_not_change_and_another_one_has_other_settings(tiny_model, tmp_path):
+def test_recipe_is_frozen_and_its_copy_is_another(tiny_model, tmp_path):
     argv = ["--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
     recipe = parse([*argv, "--max_steps", "1", "--use_cpu", "true", "--bf16", "false"])
     other = recipe.with_training(output_dir="elsewhere")
@@ -401,5 +399,5 @@ def test_recipe_does_not_change_and_another_one_has_other_settings(tiny_model, t
             setattr(part, name, None)
 
 
-def test_every_field_of_trl_is_still_there():
+def test_fields_of_trl_are_all_there():
     assert {f.name for f in fields(GRPOConfig)} <= {f.name for f in fields(AtroposGRPOConfig)}

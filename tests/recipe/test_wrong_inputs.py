@@ -650,12 +650,12 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(na
     ],
     ids=["missing_recipe", "unknown_flag"],
 )
-def test_a_command_that_cannot_start(argv, fragments, desk):
+def test_command_without_its_recipe_or_flag_is_refused(argv, fragments, desk):
     assert_told(desk.launch(*argv), *fragments)
 
 
 @pytest.mark.full  # `tests/weights/test_architectures.py` has the family, with a server alone
-def test_an_architecture_whose_weights_vllm_reorders(desk):
+def test_weights_that_vllm_reorders_are_copied(desk):
     """It runs all the same, with a second copy of the weights, and says so; what is missing is the
     Atropos API."""
     flags = desk.recipe(
@@ -671,7 +671,7 @@ def test_an_architecture_whose_weights_vllm_reorders(desk):
 
 
 @pytest.mark.slow
-def test_an_architecture_that_vllm_does_not_know(desk):
+def test_architecture_unknown_to_vllm_is_reported(desk):
     outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_vllm"), start_vllm=True)
     assert_told(
         outcome,
@@ -682,7 +682,7 @@ def test_an_architecture_that_vllm_does_not_know(desk):
     assert len(outcome.message) < 6000 and outcome.message.count('File "') <= 1
 
 
-def test_an_environment_that_crashes_while_the_server_starts(desk):
+def test_environment_that_crashes_early_is_reported(desk):
     """The crash is told at once: nobody waits for the server first."""
     outcome = desk.run(
         start_vllm=True,
@@ -726,7 +726,7 @@ def test_an_output_dir_that_cannot_be_written(desk):
     )
 
 
-def test_resuming_without_a_checkpoint(desk):
+def test_missing_checkpoint_is_refused_before_services(desk):
     outcome = desk.run(resume_from_checkpoint=True, start_vllm=True)
     assert_told(outcome, "`resume_from_checkpoint: True`", "no checkpoint in", "Leave it out")
     assert outcome.seconds < 60 and "Started" not in outcome.output
@@ -735,7 +735,7 @@ def test_resuming_without_a_checkpoint(desk):
 @pytest.mark.parametrize(
     ("service", "key"), [("atropos", "atropos_url"), ("vllm", "vllm_server_base_url")]
 )
-def test_a_port_that_is_in_use(service, key, desk):
+def test_port_in_use_is_refused(service, key, desk):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         outcome = desk.run(**{f"start_{service}": True, key: f"http://127.0.0.1:{port}"})
@@ -750,7 +750,7 @@ def test_a_port_that_is_in_use(service, key, desk):
 # ------------------------------------------------------------------------ mistakes about the server
 
 
-def test_no_server(desk):
+def test_missing_server_is_reported(desk):
     outcome = desk.run()
     assert_told(
         outcome,
@@ -762,7 +762,7 @@ def test_no_server(desk):
 
 
 @pytest.mark.parametrize("handler", ["files", "greeter"])
-def test_a_server_without_control_routes(handler, desk):
+def test_server_without_control_routes_is_refused(handler, desk):
     class Greeter(Silent):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -780,12 +780,12 @@ def test_a_server_without_control_routes(handler, desk):
 
 
 @pytest.mark.parametrize("token", ["wrong", ""])
-def test_the_wrong_control_token(token, desk, vllm):
+def test_wrong_control_token_is_refused(token, desk, vllm):
     outcome = desk.run({TOKEN_VARIABLE: token}, vllm_server_base_url=vllm)
     assert_told(outcome, f"{vllm} refused the control token", f"Set {TOKEN_VARIABLE}")
 
 
-def test_a_server_of_another_checkpoint(desk, vllm):
+def test_server_of_another_checkpoint_is_refused(desk, vllm):
     outcome = desk.run(
         vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_seed")
     )
@@ -799,21 +799,21 @@ def test_a_server_of_another_checkpoint(desk, vllm):
     )
 
 
-def test_a_server_with_another_tokenizer(desk, vllm):
+def test_server_with_another_tokenizer_is_refused(desk, vllm):
     outcome = desk.run(
         vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_tokenizer")
     )
     assert_told(outcome, "other_tokenizer", "different vocabularies", "the same tokenizer")
 
 
-def test_sequences_longer_than_the_server_takes(desk, vllm):
+def test_sequences_longer_than_the_servers_are_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, max_sequence_length=1024)
     assert_told(
         outcome, "`max_sequence_length` is 1024", "max_model_len is 512", "--max-model-len 1024"
     )
 
 
-def test_another_dtype_than_the_servers(desk, vllm):
+def test_dtype_other_than_the_servers_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, dtype="bfloat16")
     assert_told(
         outcome,
@@ -823,19 +823,19 @@ def test_another_dtype_than_the_servers(desk, vllm):
     )
 
 
-def test_a_mode_of_adapters_without_an_adapter(desk, vllm):
+def test_mode_of_adapters_without_one_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="nccl_lora")
     assert_told(outcome, "the run has none", "Set `use_peft: true`", "`vllm_mode: colocate`")
 
 
-def test_a_sleep_mode_that_the_server_was_not_started_with(desk, vllm):
+def test_sleep_that_the_server_cannot_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="server", vllm_enable_sleep_mode=True)
     assert_told(
         outcome, "`vllm_enable_sleep_mode` is set", "start the server with `--enable-sleep-mode`"
     )
 
 
-def test_one_memory_of_two_servers(desk, vllm):
+def test_one_memory_of_two_servers_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=f"{vllm},{free_url()}")
     assert_told(
         outcome, "1 processes and 2 servers", "list one URL per process", "`--num_processes 2`"
@@ -845,20 +845,20 @@ def test_one_memory_of_two_servers(desk, vllm):
 # -------------------------------------------------------------- mistakes about Atropos and rollouts
 
 
-def test_no_atropos_api(desk, vllm):
+def test_missing_atropos_api_is_reported(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm)
     assert_told(
         outcome, "No Atropos API answered at", "refused", "`atropos_url`", "`start_atropos: true`"
     )
 
 
-def test_something_else_at_atropos_url(desk, vllm):
+def test_stranger_at_atropos_url_is_refused(desk, vllm):
     with http_server(Silent) as url:
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=url)
     assert_told(outcome, f"{url} is not an Atropos API", "answered 200", "Set `atropos_url`")
 
 
-def test_an_api_with_another_trainers_registration(desk, vllm, atropos):
+def test_registration_of_another_trainer_is_refused(desk, vllm, atropos):
     requests.post(f"{atropos}/register", json=registration(16), timeout=10).raise_for_status()
     outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, "batch_size 16 ", "needs batch_size 8 ", "`reset_atropos: true`")
@@ -875,7 +875,7 @@ def registration(batch_size: int) -> dict[str, Any]:
     }
 
 
-def test_no_environment(desk, vllm, atropos):
+def test_missing_environment_is_reported(desk, vllm, atropos):
     outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(
         outcome,
@@ -900,14 +900,14 @@ def test_no_environment(desk, vllm, atropos):
     ],
     ids=["wedged", "all_dropped"],
 )
-def test_groups_that_never_make_a_batch(groups, fragments, desk, vllm, atropos):
+def test_groups_that_never_make_a_batch_are_reported(groups, fragments, desk, vllm, atropos):
     """What else there is, and what is said of it, is in `tests/rollouts/test_pull.py`."""
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)
 
 
-def test_a_server_that_hangs_while_the_run_waits_for_rollouts(desk, vllm, atropos):
+def test_hung_server_is_reported(desk, vllm, atropos):
     (server,) = [one for one in psutil.process_iter() if vllm.rpartition(":")[2] in cmdline(one)]
     (engine,) = [child for child in server.children() if "EngineCore" in " ".join(cmdline(child))]
     try:
@@ -952,7 +952,7 @@ ROLLOUTS = {
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
+def test_rollouts_that_make_no_sense_are_refused(name, desk, vllm, atropos):
     groups, *fragments = ROLLOUTS[name]
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
@@ -960,7 +960,7 @@ def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
 
 
 @pytest.mark.slow
-def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
+def test_groups_larger_than_the_batch_are_refused(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
     command = (
         f"{ENVIRONMENT} --env.rollout_server_url {{atropos_url}} --env.tokenizer_name {{model}} "
@@ -990,16 +990,16 @@ def recording(folder: Path, *groups: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_recording_with_nothing_in_it(desk):
+def test_empty_recording_is_refused(desk):
     outcome = desk.run(replay_paths=recording(desk.folder))
     assert_told(outcome, "recording.jsonl", "no rollout that can be trained on", "Record another")
 
 
-def test_a_recording_that_runs_out(desk):
+def test_recording_that_runs_out_is_reported(desk):
     outcome = desk.run(replay_paths=[recording(desk.folder, group(8))])
     assert_told(outcome, "used up", "8 rollouts, and 0 are left for a batch of 8", "`max_steps`")
 
 
-def test_a_recording_of_another_tokenizer(desk):
+def test_recording_of_another_tokenizer_is_refused(desk):
     outcome = desk.run(replay_paths=[recording(desk.folder, *[group(8, last_token=300)] * 8)])
     assert_told(outcome, "sent token id 300", "knows 258 ids")
