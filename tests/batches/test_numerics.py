@@ -299,30 +299,6 @@ def settings(**given) -> AtroposGRPOConfig:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"numerics": "exact"}, "one of: default, float32_head, float16, bitwise"),
-        (
-            {"numerics": "bitwise", "temperature": 0.7},
-            "Set `temperature: 1.0`, or another `numerics`",
-        ),
-        (
-            {"numerics": "bitwise", "padding_free": False},
-            "Set `padding_free: true`, or another `numerics`",
-        ),
-        (
-            {"numerics": "bitwise", "distillation_coef": 0.5},
-            "Set `distillation_coef: 0.0`, or another `numerics`",
-        ),
-        ({"numerics": "float16"}, "cannot share.* Set `vllm_mode: server`"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(given, told):
-    with pytest.raises(RecipeError, match=told):
-        settings(**given)
-
-
-@pytest.mark.parametrize(
     ("given", "dtype", "sharded", "told"),
     [
         ({"numerics": "bitwise"}, torch.bfloat16, False, "without a Hopper GPU"),

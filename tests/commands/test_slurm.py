@@ -100,7 +100,7 @@ def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster, tmp_path):
+def test_trainers_and_servers_start_with_one_token(cluster, tmp_path):
     done, told = cluster(["--config", RECIPE, "--nodes", "3"])
     assert done.returncode == 0, done.stderr
     serving, training = [one for one in told if one["words"][0] == "serve"], told[2:]
@@ -143,9 +143,7 @@ def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster,
 @pytest.mark.parametrize(
     ("requeued", "saved", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)]
 )
-def test_requeued_job_resumes_if_it_has_saved_a_checkpoint(
-    cluster, tmp_path, requeued, saved, resumes
-):
+def test_requeued_job_resumes_from_its_checkpoint(cluster, tmp_path, requeued, saved, resumes):
     if saved:
         (tmp_path / "out/checkpoint-10").mkdir(parents=True)
         (tmp_path / "out/checkpoint-10/trainer_state.json").write_text("{}")
@@ -156,7 +154,7 @@ def test_requeued_job_resumes_if_it_has_saved_a_checkpoint(
         assert not resumes or after(one["words"], "--resume_from_checkpoint") == "true"
 
 
-def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):
+def test_server_that_ends_ends_the_job(cluster, tmp_path):
     done, told = cluster(["--config", RECIPE, "--nodes", "3"], serves=False)
     assert done.returncode == 1
     assert "A server has ended: see " in done.stderr and "out/server-*.log" in done.stderr
@@ -165,7 +163,7 @@ def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):
     assert not (tmp_path / "out/token-7").exists()
 
 
-def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node(monkeypatch):
+def test_adapters_rank_and_one_node_are_rendered(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [
         "--config",
@@ -200,7 +198,7 @@ def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_n
         ({"vllm_args": "--max-lora-rank 32", "vllm_mode": "lora"}, "--max-lora-rank 32"),
     ],
 )
-def test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need(settings, flags):
+def test_server_gets_stated_flags_and_those_it_needs(settings, flags):
     said = [
         "--tensor-parallel-size",
         "4",
@@ -228,14 +226,14 @@ def test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_ne
         ),
     ],
 )
-def test_what_cannot_run_is_not_rendered(words, told, capsys, monkeypatch):
+def test_impossible_job_is_not_rendered(words, told, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as error:
         slurm(["--config", RECIPE, *words])
     assert told in str(error.value) and capsys.readouterr().out == ""
 
 
-def test_the_script_is_written_where_output_says(tmp_path, capsys, monkeypatch):
+def test_script_is_written_to_output(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     slurm(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)

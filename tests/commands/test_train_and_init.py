@@ -26,7 +26,7 @@ def flags_of(parser) -> dict[str, str]:
     return {flag: action.dest for action in parser._actions for flag in action.option_strings}
 
 
-def test_a_flag_belongs_to_accelerate_or_to_the_settings():
+def test_flag_belongs_to_accelerate_or_the_settings():
     launcher, settings = flags_of(launch_command_parser()), flags_of(TrlParser(PARTS))
     assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == commands.OF_BOTH | {
         "help"
@@ -51,7 +51,7 @@ def test_a_flag_belongs_to_accelerate_or_to_the_settings():
         ("R --seed 1 --main_process_ip", "--main_process_ip", "R --seed 1"),
     ],
 )
-def test_accelerates_flags_may_stand_anywhere_among_the_settings(line, launcher, settings):
+def test_accelerates_flags_may_stand_anywhere(line, launcher, settings):
     assert commands.divide(line.split()) == (launcher.split(), settings.split())
 
 
@@ -93,9 +93,7 @@ def launched(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_without_a_configuration_of_accelerate_one_process_trains(
-    launched, monkeypatch, gpus, line, asked
-):
+def test_one_process_trains_without_accelerates_file(launched, monkeypatch, gpus, line, asked):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
@@ -145,9 +143,7 @@ FAILED = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="none")
     ],
     ids=["SIGTERM", "an error", "Ctrl-C in a worker", "an exit code", "Ctrl-C"],
 )
-def test_the_exit_code_says_how_the_launcher_ended(
-    launched, monkeypatch, ended_by, interrupted, code
-):
+def test_exit_code_tells_how_the_launcher_ended(launched, monkeypatch, ended_by, interrupted, code):
     monkeypatch.chdir(ROOT)
 
     def ends(options) -> None:
@@ -161,7 +157,7 @@ def test_the_exit_code_says_how_the_launcher_ended(
     assert ended.value.code == code
 
 
-def test_what_accelerate_refuses_is_one_sentence(tmp_path):
+def test_refusal_of_accelerate_is_one_sentence(tmp_path):
     done = trl_atropos("train", str(ROOT / QUICKSTART), "--config_file", "none.yaml", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "trl-atropos train: " in done.stderr and "`none.yaml` does not exist" in done.stderr
@@ -176,7 +172,7 @@ def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 @pytest.mark.full  # `test_as_users.py` types Ctrl-C, too
 @pytest.mark.server
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(
+def test_ctrl_c_ends_the_run_before_the_command(
     tmp_path,
 ):
     model = make_model(tmp_path / "model")
@@ -197,9 +193,7 @@ def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_
 # --------------------------------------------------------------------------------------------- init
 
 
-def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_new_folder_holds_recipes_that_can_be_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     commands.init(["tasks/mine"])
     folder = tmp_path / "tasks/mine"
@@ -244,7 +238,7 @@ def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(
         ("..", "is no name"),
     ],
 )
-def test_nothing_is_written_over_and_no_name_breaks_a_recipe(name, told, tmp_path, monkeypatch):
+def test_impossible_folder_name_is_refused(name, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     with pytest.raises(SystemExit, match=r"trl-atropos init: ") as error:

@@ -46,7 +46,7 @@ def sent(tiny_model, size: int = 8, **fields) -> dict:
     return {"item": 0, "groups": [make_group(tiny_model, size, 1) | fields]}
 
 
-def test_a_group_is_shown_rollout_by_rollout_at_the_width_of_the_terminal(recipe, tiny_model):
+def test_group_is_shown_rollout_by_rollout(recipe, tiny_model):
     line = sent(tiny_model, scores=[0.0, 0.5, *[0.25] * 6])
     for name in ("tokens", "masks"):
         line["groups"][0][name][1][-1] = 65  # in place of the end of the sequence
@@ -64,7 +64,7 @@ def test_a_group_is_shown_rollout_by_rollout_at_the_width_of_the_terminal(recipe
     assert "8 are not known to the server" in text
 
 
-def test_completion_that_ends_by_a_second_end_token_is_not_truncated(recipe, tiny_model, tmp_path):
+def test_second_end_token_ends_a_completion(recipe, tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "generation_config.json").read_text())
@@ -80,7 +80,7 @@ def test_completion_that_ends_by_a_second_end_token_is_not_truncated(recipe, tin
     assert ["truncated" in text for text in numbered] == [False, False, True, *[False] * 5]
 
 
-def test_end_token_that_stands_twice_between_turns_is_pointed_at(recipe, tiny_model):
+def test_doubled_end_token_between_turns_is_reported(recipe, tiny_model):
     line = sent(tiny_model)
     group, end = line["groups"][0], line["groups"][0]["tokens"][0][-1]
     assert "stands twice" not in " ".join(shown(recipe, line))
@@ -115,22 +115,20 @@ def test_end_token_that_stands_twice_between_turns_is_pointed_at(recipe, tiny_mo
         ({"size": 6}, "Groups of 6 do not fill a generation batch of 64 rollouts"),
     ],
 )
-def test_what_a_run_would_refuse_is_said_in_its_own_words(line, told, recipe, tiny_model):
+def test_group_that_a_run_refuses_is_refused(line, told, recipe, tiny_model):
     line = line if "item" in line else sent(tiny_model, line.pop("size", 8), **line)
     with pytest.raises(RolloutError, match=told):
         shown(recipe, line)
 
 
-def test_a_group_without_variance_teaches_nothing(recipe, tiny_model):
+def test_group_without_variance_teaches_nothing(recipe, tiny_model):
     told = "All scores are equal"
     assert told in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))
     one_is_supervised = {"scores": [0.5] * 8, "overrides": [{"sft": True}, *[{}] * 7]}
     assert told not in " ".join(shown(recipe, sent(tiny_model, **one_is_supervised)))
 
 
-def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once(
-    recipe, tiny_model
-):
+def test_dropped_and_unknown_rollouts_count_once(recipe, tiny_model):
     line = sent(tiny_model)
     (group,) = line["groups"]
     group["inference_logprobs"][1] = [1.0] * len(group["tokens"][1])  # none is known
@@ -145,7 +143,7 @@ def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_cou
     assert text.endswith("A run would train on 7 of 8.")
 
 
-def test_what_an_earlier_try_left_is_not_taken_for_the_answer(recipe, tmp_path):
+def test_earlier_try_leaves_no_answer(recipe, tmp_path):
     """Nor does its sign let the environment begin before the server is ready."""
     spec = recipe.environments[0]
     with Services(tmp_path / "logs") as services:
@@ -158,7 +156,7 @@ def test_what_an_earlier_try_left_is_not_taken_for_the_answer(recipe, tmp_path):
         assert "an earlier try" not in left[2].read_text() and service.log_path == left[2]
 
 
-def test_a_group_counts_when_it_is_written_as_a_whole(tmp_path):
+def test_group_counts_when_it_is_written_whole(tmp_path):
     path = tmp_path / "quickstart.jsonl"
     seen = [rehearsal._is_whole(path)]
     for part in ('{"item": 0, ', '"groups": []}', "\n"):
@@ -168,7 +166,7 @@ def test_a_group_counts_when_it_is_written_as_a_whole(tmp_path):
     assert seen == [False, False, False, True]
 
 
-def test_an_environment_that_cannot_start_is_told_by_its_own_traceback(recipe, tmp_path):
+def test_environment_that_cannot_start_is_shown(recipe, tmp_path):
     log = tmp_path / "e.log"
     log.write_text(
         "loading\nTraceback (most recent call last):\n  File x\nModuleNotFoundError: No module "
@@ -183,7 +181,7 @@ def test_an_environment_that_cannot_start_is_told_by_its_own_traceback(recipe, t
     )
 
 
-def test_without_a_server_it_says_how_to_start_one(recipe):
+def test_missing_server_is_reported(recipe):
     with pytest.raises(
         ServiceError,
         match=r"No server answers at http.* Start it with `trl-atropos serve .* --vllm_mode",
@@ -194,7 +192,7 @@ def test_without_a_server_it_says_how_to_start_one(recipe):
 @pytest.mark.parametrize(
     "words", [["RECIPE", "--num_processes", "1"], ["--num_processes", "1", "RECIPE"]]
 )
-def test_the_variables_of_the_recipe_are_set_wherever_it_stands(words, tmp_path):
+def test_variables_of_the_recipe_are_set(words, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
     code = """import os, sys
@@ -212,7 +210,7 @@ cli.main()"""
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(tmp_path):
+def test_group_or_traceback_of_each_is_shown(tmp_path):
     """With the server of the recipe, which is gone afterwards."""
     script = (ROOT / "recipes/quickstart/environment.py").read_text()
     broken = tmp_path / "broken.py"

@@ -389,41 +389,6 @@ def test_a_wrong_flag_is_not_blamed_on_the_recipe(flag, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            "epsilon_hihg: 0.3\n",
-            "overlay.yaml: unknown key `epsilon_hihg`. Did you mean `epsilon_high`?",
-        ),
-        ("max_steps: many\n", r"colocate.yaml with .*overlay.yaml: `max_steps`"),
-        ("save_steps: [1]\n", r"overlay.yaml: `save_steps` is \[1\]. Write a number."),
-        (
-            "env: {A: 1}\n",
-            "overlay.yaml: `env` cannot be in an overlay, which is for many recipes. Set it in the "
-            "recipe",
-        ),
-        ("environments: []\n", "overlay.yaml: `environments` cannot be in an overlay"),
-        ("", "overlay.yaml must hold `key: value` lines at its top level."),
-        (None, "The overlay '.*overlay.yaml' does not exist .* Check `--overlay`."),
-    ],
-)
-def test_what_is_wrong_with_an_overlay_is_said(content, message, tiny_model, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    if content is not None:
-        (tmp_path / "overlay.yaml").write_text(content)
-    argv = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
-    with pytest.raises(RecipeError, match=message):
-        parse([*argv, "--overlay", str(tmp_path / "overlay.yaml")])
-
-
-def test_an_overlay_needs_a_recipe():
-    with pytest.raises(
-        RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none\. Name one with"
-    ):
-        parse(["--overlay", "a.yaml", "--max_steps", "3"])
-
-
-@pytest.mark.parametrize(
     ("given", "flags"),
     [
         (["--max-num-seqs 8", "--seed", "1"], ["--max-num-seqs", "8", "--seed", "1"]),

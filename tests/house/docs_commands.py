@@ -105,7 +105,7 @@ ELSEWHERE = [
     ),
     (
         r"trl-atropos try ",
-        "tests/commands/test_try.py::test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code",
+        "tests/commands/test_try.py::test_group_or_traceback_of_each_is_shown",
         QUICKSTART,
     ),
     (

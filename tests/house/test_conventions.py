@@ -56,11 +56,11 @@ def spoken(first: str = "", then: str = "", variable: str | None = None) -> list
         ("trl_atropos.logging.set_verbosity(logging.INFO)", None, ["info", "warning", "error"]),
     ],
 )
-def test_the_environment_and_the_program_say_how_much_is_said(then, variable, levels):
+def test_verbosity_is_set_by_variable_or_program(then, variable, levels):
     assert spoken(then=then, variable=variable) == [f"[trl_atropos] a {level}" for level in levels]
 
 
-def test_an_unknown_verbosity_is_named_with_those_there_are():
+def test_unknown_verbosity_is_named_with_all_levels():
     first, *others = spoken(variable="loud")
     assert first == (
         "[trl_atropos] TRL_ATROPOS_VERBOSITY is 'loud', which is no level. Set it to one of: "
@@ -69,7 +69,7 @@ def test_an_unknown_verbosity_is_named_with_those_there_are():
     assert others == ["[trl_atropos] a warning", "[trl_atropos] a error"]
 
 
-def test_a_program_with_handlers_of_its_own_gets_each_record_once_and_in_its_format():
+def test_programs_own_handler_gets_each_record_once():
     own = "logging.basicConfig(format='mine: %(message)s')"
     assert spoken(first=own) == ["mine: a warning", "mine: a error"]
     ours = spoken(first=own, then="trl_atropos.logging.disable_propagation()")
@@ -80,9 +80,7 @@ def test_a_program_with_handlers_of_its_own_gets_each_record_once_and_in_its_for
     ("setting", "variable", "level"),
     [("passive", None, "INFO"), ("passive", "error", "ERROR"), ("warning", "debug", "WARNING")],
 )
-def test_the_main_job_says_more_unless_it_is_told_how_much(
-    setting, variable, level, tmp_path, monkeypatch
-):
+def test_main_job_logs_info_by_default(setting, variable, level, tmp_path, monkeypatch):
     monkeypatch.delenv(verbosity.VARIABLE, raising=False)
     if variable:
         monkeypatch.setenv(verbosity.VARIABLE, variable)
@@ -108,7 +106,7 @@ def raised_after(first: Exception, then: Exception) -> Exception:
         return error
 
 
-def test_a_server_that_hung_is_told_and_not_that_it_left_when_its_trainer_did():
+def test_hung_server_is_reported():
     ended = ServiceError("vllm ended with exit code 1")
     assert (
         _message(raised_after(ServerTimeout("no answer within 60 s"), ended))
@@ -151,22 +149,22 @@ def test_exit_codes_tell_wrong_use_from_failure(words, code):
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("chekc", "check")])
-def test_mistyped_command_is_answered_with_the_one_that_was_meant(typed, meant):
+def test_mistyped_command_is_corrected(typed, meant):
     status, out, err = cli(typed, "recipe.yaml")
     assert (status, out) == (2, "")
     assert err == f"trl-atropos: unknown command {typed!r}. Did you mean `{meant}`?\n"
 
 
-def test_the_help_has_every_command():
+def test_help_has_every_command():
     told = cli("--help")[1]
     assert all(f"\n    {name} " in told for name in COMMANDS)
 
 
-def test_the_version_is_the_packages():
+def test_version_is_the_packages():
     assert cli("--version")[1] == f"trl_atropos {trl_atropos.__version__}\n"
 
 
-def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
+def test_ctrl_c_ends_a_command_with_130(tmp_path):
     program = (
         "import signal, sys\nimport trl_atropos.report.page as page\nfrom trl_atropos import cli\n"
     )
@@ -182,7 +180,7 @@ def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_the_main_jobs_help_has_every_setting_of_this_package_and_names_those_of_trl_that_exist(
+def test_main_jobs_help_has_every_setting(
     capsys,
 ):
     print_help()
@@ -195,19 +193,17 @@ def test_the_main_jobs_help_has_every_setting_of_this_package_and_names_those_of
     assert set(listed.replace("\n", " ").replace(",", " ").split()) <= names
 
 
-def test_the_help_of_every_setting_can_be_formatted():
+def test_help_of_every_setting_can_be_formatted():
     told = " ".join(_Parser(PARTS).format_help().split())
     assert "--adam_beta1" in told and "at most 2 percent of the run's time" in told
 
 
-def test_warnings_of_libraries_are_shown_in_plain_words(capsys):
+def test_warnings_of_libraries_are_plain(capsys):
     _show_warning(UserWarning("`top_p` has no effect"), UserWarning, "config.py", 553)
     assert capsys.readouterr().err == "warning: `top_p` has no effect\n"
 
 
-def test_services_get_the_variables_of_hugging_face_and_not_those_of_the_launcher(
-    tmp_path, monkeypatch
-):
+def test_services_get_hugging_faces_variables_alone(tmp_path, monkeypatch):
     ours = {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": "/models",
@@ -229,6 +225,6 @@ def test_services_get_the_variables_of_hugging_face_and_not_those_of_the_launche
     assert ours.items() <= variables.items() and not {"RANK", "MASTER_ADDR"} & set(variables)
 
 
-def test_every_public_name_is_there_and_types_are_shipped():
+def test_public_names_and_types_are_shipped():
     assert all(getattr(trl_atropos, name) is not None for name in trl_atropos.__all__)
     assert Path(trl_atropos.__file__).with_name("py.typed").is_file()

@@ -62,7 +62,3 @@ def test_the_test_that_catches_a_mutation_is_there_and_runs(mutation):
     assert not skipped, (
         f"{mutation.test} is skipped by {skipped[0]}: name another test: {row(mutation)}"
     )
-
-
-def test_no_mutation_is_there_twice():
-    assert len({(one.file, one.new, one.old) for one in MUTATIONS}) == len(MUTATIONS)

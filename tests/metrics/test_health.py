@@ -452,33 +452,6 @@ def test_a_batch_in_which_a_signal_is_not_measured_changes_nothing_about_it(warn
     assert warned() == ["logprob_gap"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"stop_on_warnings": ["reward"]},
-            r"`stop_on_warnings` names 'reward', which is no warning. Known .*zero_var",
-        ),
-        ({"stop_on_warnings": "loss"}, r"`stop_on_warnings` names 'loss'"),
-        (
-            {"warning_thresholds": {"gap": 1}},
-            r"`warning_thresholds` names 'gap', .* Known are: .*truncated",
-        ),
-        (
-            {"warning_thresholds": {"truncated": "x"}},
-            r"`warning_thresholds` sets 'truncated' to 'x'. Set it to a numb",
-        ),
-        (
-            {"warning_thresholds": "truncated"},
-            r"`warning_thresholds` is 'truncated'. Set it to names and values",
-        ),
-    ],
-)
-def test_a_warning_that_does_not_exist_is_refused_at_the_start(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        AtroposGRPOConfig(**arguments(tmp_path), **settings)
-
-
 def test_thresholds_and_stops_are_understood_in_a_recipe_and_on_the_command_line(tmp_path):
     settings = {
         "warning_thresholds": {"truncated": 0.5, "reward_stalled": 30},

@@ -1,9 +1,8 @@
-"""What newcomers get wrong, and what they are told: one message with cause and fix, and nothing is
-left over.
+"""What the main job says of a mistake: one message with cause and fix, and nothing is left over.
 
-Mistakes in the recipe are tried on the parser, the others on the main job: some through `accelerate
-launch`, most in
-a fork of a process that has done the slow imports (`Forge`), which runs the same `main`.
+`mistakes.py` has those of the recipe alone. Here are those that a run finds when it looks for
+servers, Atropos and rollouts. Some are made through `accelerate launch`, most in a fork of a
+process that has done the slow imports (`Forge`), which runs the same `main`.
 """
 
 import contextlib
@@ -33,9 +32,7 @@ from recipes.quickstart.make_model import byte_tokenizer, make_model
 from tests import server_process
 from tests.forge import FORKED_ENGINES, TRAINER
 from tests.server_process import free_port
-from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.recipe import PARTS, RecipeError, _check_keys, check_files, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
@@ -185,15 +182,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "other_tokenizer/tokenizer.json").write_text(json.dumps(tokenizer))
 
-    for name, change in (
-        ("unknown_to_transformers", {"model_type": "my_own"}),
-        ("unknown_to_vllm", {"architectures": ["MyOwnForCausalLM"]}),
-    ):
-        shutil.copytree(folder / "model", folder / name)
-        config = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps(config | change))
+    shutil.copytree(folder / "model", folder / "unknown_to_vllm")
+    config = json.loads((folder / "unknown_to_vllm/config.json").read_text())
+    config["architectures"] = ["MyOwnForCausalLM"]
+    (folder / "unknown_to_vllm/config.json").write_text(json.dumps(config))
 
-    (folder / "empty").mkdir()
     set_seed(42)
     falcon = FalconConfig(
         vocab_size=258,
@@ -373,267 +366,11 @@ def assert_told(outcome: Outcome, *fragments: str, log_shown: bool = False) -> N
     assert not outcome.left, outcome.left
 
 
-# ------------------------------------------------------------------- mistakes that the parser finds
+def one_environment(command: str) -> dict[str, Any]:
+    return {"environments": [{"name": "mine", "command": command}]}
 
 
-def one_environment(command: str = f"{ENVIRONMENT}", **fields: Any) -> dict[str, Any]:
-    return {"environments": [{"name": "mine", "command": command, **fields}]}
-
-
-# What is changed in a right recipe, and what the message has to say.
-IN_THE_RECIPE = {
-    "key_typo": (
-        {"learning_rte": 1.0},
-        "unknown key `learning_rte`",
-        "Did you mean `learning_rate`",
-    ),
-    "no_model": ({"model_name_or_path": None}, "No model", "Set `model_name_or_path`"),
-    "model_folder_missing": (
-        {"model_name_or_path": "./modell"},
-        r"folder '\./modell' does not exist",
-        "make_model.py",
-    ),
-    "model_is_a_number": ({"model_name_or_path": 7}, "`model_name_or_path` is 7", "quotes"),
-    "no_max_steps": ({"max_steps": None}, "`max_steps` is -1", "Set `max_steps`"),
-    "max_steps_is_a_word": ({"max_steps": "many"}, "`max_steps`: invalid int value: 'many'"),
-    "max_steps_is_a_fraction": ({"max_steps": 2.5}, r"`max_steps` is 2\.5", "whole number"),
-    "temperature_is_a_word": ({"temperature": "hot"}, "`temperature`: invalid float value: 'hot'"),
-    "temperature_zero": ({"temperature": 0.0}, r"`temperature` is 0\.0", "above 0"),
-    "unknown_mode": (
-        {"vllm_mode": "colocated"},
-        "`vllm_mode` is 'colocated'",
-        "one of: colocate, server, nccl_lora",
-    ),
-    "unknown_transport": (
-        {"weight_transport": "rdma"},
-        "`weight_transport` is 'rdma'",
-        "one of: auto, nccl, gloo",
-    ),
-    "rare_publishes_of_one_copy": (
-        {"sync_every_n_steps": 4},
-        "`sync_every_n_steps` is 4",
-        "Leave it at 1",
-    ),
-    "one_server_twice": (
-        {
-            "vllm_mode": "server",
-            "vllm_server_base_url": "http://127.0.0.1:9001,http://127.0.0.1:9001/v1",
-        },
-        "lists http://127.0.0.1:9001 twice",
-        "List each server once",
-    ),
-    "odd_batch": (
-        {"per_device_train_batch_size": 3},
-        "has 3 rollouts",
-        "must be even",
-        "Change `per_device",
-    ),
-    "evaluation": (
-        {"eval_strategy": "steps"},
-        "There is nothing to evaluate",
-        "List `evaluations`",
-    ),
-    "bare_no": ({"save_strategy": False}, "`save_strategy` is False", "quotes"),
-    "url_without_scheme": (
-        {"atropos_url": "localhost:8000"},
-        "'localhost:8000', which is not a URL",
-        "http://host:port",
-    ),
-    "url_with_a_bad_port": ({"atropos_url": "http://localhost:80a"}, "80a', which is not a URL"),
-    "both_urls_the_same": (
-        {"atropos_url": "http://127.0.0.1:9001", "vllm_server_base_url": "http://127.0.0.1:9001"},
-        "are both http://127.0.0.1:9001",
-        "Give each its own port",
-    ),
-    "deepspeed": (
-        {"deepspeed": "zero2.json"},
-        "cannot be sharded",
-        "Remove `deepspeed`",
-        "`vllm_mode: server`",
-    ),
-    "fsdp": ({"fsdp": True}, "cannot be sharded", "Remove `fsdp`", "`vllm_mode: server`"),
-    "environment_temperature": (
-        one_environment(f"{ENVIRONMENT} --env.temperature 0.7"),
-        r"'mine' samples at temperature 0\.7 \(--env.temperature\), but `temperature` is 1\.0",
-        "Make the two equal",
-    ),
-    "environment_placeholder": (
-        one_environment("{python} env.py --url {atropos}"),
-        r"'mine' has an unknown placeholder \('atropos'\)",
-        r"\{atropos_url\}",
-    ),
-    "environment_quote": (
-        one_environment("{python} -c 'print"),
-        "'mine' is cut short",
-        "quotation",
-    ),
-    "environment_program": (one_environment("pyhton env.py"), "no program 'pyhton'", r"\{python\}"),
-    "environment_folder": (one_environment(cwd="/nowhere"), "`cwd`, '/nowhere', is no folder"),
-    "environment_key": (
-        one_environment(comand="x"),
-        "entry 1: comand: Extra inputs",
-        "has `path` or `command`",
-    ),
-    "environments_not_a_list": ({"environments": {"name": "mine"}}, "not a list", "- path"),
-    "group_larger_than_batch": (
-        one_environment(f"{ENVIRONMENT} --env.group_size 16"),
-        "groups of 16 rollouts",
-        "only 8 rollouts",
-        "Raise `per_device_train_batch_size`",
-    ),
-    "group_does_not_fill_batch": (
-        one_environment(f"{ENVIRONMENT} --env.group_size=3"),
-        "groups of 3 rollouts",
-        "a multiple of the group size",
-    ),
-    "replay_path_missing": (
-        {"replay_paths": "/nowhere.jsonl"},
-        r"/nowhere\.jsonl does not exist",
-        "Correct the path",
-    ),
-    "replay_paths_empty": ({"replay_paths": []}, "`replay_paths` is empty"),
-}
-
-
-def refusal(argv: list[str]) -> str:
-    with pytest.raises((RecipeError, AtroposTrainingError)) as refused:
-        parse(argv)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert refused.value.fix and message.endswith(refused.value.fix)
-    return message
-
-
-@pytest.mark.parametrize("name", IN_THE_RECIPE)
-def test_a_mistake_in_the_recipe(name, desk):
-    changes, *fragments = IN_THE_RECIPE[name]
-    message = refusal(desk.recipe(**changes))
-    for fragment in fragments:
-        assert re.search(fragment, message), f"{fragment!r} is not in:\n{message}"
-
-
-@pytest.mark.parametrize(
-    ("text", "fragments"),
-    [
-        ("max_steps: [1, 2\n", ["is not valid YAML", "line 1", r"expected ',' or '\]'"]),
-        ("- max_steps\n", ["must hold `key: value` lines"]),
-        ("temperature:\n", ["`temperature` is None", "leave the line out"]),
-    ],
-    ids=["syntax", "list", "no_value"],
-)
-def test_a_file_that_is_no_recipe(text, fragments, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    message = refusal(["--config", str(path)])
-    for fragment in [re.escape(str(path)), *fragments]:
-        assert re.search(fragment, message), f"{fragment!r} is not in:\n{message}"
-
-
-@pytest.mark.parametrize(
-    ("argv", "fragments"),
-    [
-        ([], ["No recipe", "--config recipes/quickstart/colocate.yaml"]),
-        (["--config"], ["No recipe", "--config recipes/quickstart/colocate.yaml"]),
-        (["mine.yaml"], ["No recipe", "--config mine.yaml"]),
-        (["--config", "nowhere.yaml"], ["'nowhere.yaml' does not exist", "Check `--config`"]),
-        (["--config", sys.executable], ["cannot be read", "Check `--config`"]),
-    ],
-    ids=["nothing", "no_value", "no_flag", "missing", "binary"],
-)
-def test_a_command_line_without_a_recipe(argv, fragments):
-    message = refusal(argv)
-    for fragment in fragments:
-        assert fragment in message
-
-
-def test_every_default_may_be_written_into_a_recipe(desk):
-    """The checks of types refuse nothing that is right."""
-    defaults = {}
-    for part in PARTS:
-        for setting in dataclasses.fields(part):
-            if setting.default is not dataclasses.MISSING:
-                defaults[setting.name] = getattr(setting.default, "value", setting.default)
-    defaults |= {"resume_from_checkpoint": False, "fsdp": False, "scale_rewards": False}
-    path = desk.recipe(**defaults)[1]
-    _check_keys(path, {*defaults, "output_dir", "max_steps"})
-
-
-def test_sharding_from_the_configuration_of_accelerate(desk, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "Remove `fsdp` from the configuration of `accelerate launch`" in refusal(desk.recipe())
-
-
-# What a checkpoint's config.json says, and why it is refused before anything is started.
-QUANTISED = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": 128,
-    "version": "gemm",
-    "zero_point": True,
-}
-UNTRAINABLE = {
-    "encoder": (
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
-        "t5 has an encoder",
-    ),
-    "awq": ({"quantization_config": QUANTISED}, r"are quantised \(awq\)", "`use_peft: true`"),
-    "fp8": (
-        {"quantization_config": {"quant_method": "fp8"}},
-        r"are quantised \(fp8\)",
-        "that it was made from",
-    ),
-    "no_architecture": ({"architectures": None}, "names no architecture", "Add `"),
-    "old_code": (
-        {
-            "model_type": "baichuan",
-            "architectures": ["BaichuanForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "configuration_baichuan.BaichuanConfig",
-                "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM",
-            },
-        },
-        r"does not run with transformers \S+ \(cannot import name 'top_k_top_p_filtering'",
-        "whose class transformers has",
-    ),
-    "images": (
-        {
-            "model_type": "qwen2_5_vl",
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "vision_config": {},
-        },
-        "no causal language model for qwen2_5_vl, and no processor of images is with it",
-        "Take the whole checkpoint",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNTRAINABLE)
-def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(name, tmp_path):
-    change, *fragments = UNTRAINABLE[name]
-    folder = tmp_path / "model"
-    byte_tokenizer().save_pretrained(folder)
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config | change))
-    (folder / "configuration_baichuan.py").write_text(
-        "from transformers import Qwen3Config\nclass BaichuanConfig(Qwen3Config):\n    model_type "
-        "= 'baichuan'\n"
-    )
-    (folder / "modeling_baichuan.py").write_text("from transformers import top_k_top_p_filtering\n")
-    settings = {
-        "model_name_or_path": str(folder),
-        "output_dir": str(tmp_path / "run"),
-        "max_steps": 1,
-    }
-    settings |= {"use_cpu": True, "trust_remote_code": name == "old_code"}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(RecipeError, match="cannot be trained: ") as refused:
-        check_files(parse(["--config", str(tmp_path / "recipe.yaml")]))
-    for fragment in fragments:
-        assert re.search(fragment, str(refused.value)), f"{fragment!r} is not in:\n{refused.value}"
-    assert "\n" not in str(refused.value)
-
-
-# ---------------------------------------------------------------------- mistakes, the whole command
+# ------------------------------------------------------------- before anything runs, and services
 
 
 @pytest.mark.parametrize(
@@ -650,12 +387,12 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(na
     ],
     ids=["missing_recipe", "unknown_flag"],
 )
-def test_a_command_that_cannot_start(argv, fragments, desk):
+def test_command_without_its_recipe_or_flag_is_refused(argv, fragments, desk):
     assert_told(desk.launch(*argv), *fragments)
 
 
 @pytest.mark.full  # `tests/weights/test_architectures.py` has the family, with a server alone
-def test_an_architecture_whose_weights_vllm_reorders(desk):
+def test_weights_that_vllm_reorders_are_copied(desk):
     """It runs all the same, with a second copy of the weights, and says so; what is missing is the
     Atropos API."""
     flags = desk.recipe(
@@ -671,7 +408,7 @@ def test_an_architecture_whose_weights_vllm_reorders(desk):
 
 
 @pytest.mark.slow
-def test_an_architecture_that_vllm_does_not_know(desk):
+def test_architecture_unknown_to_vllm_is_reported(desk):
     outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_vllm"), start_vllm=True)
     assert_told(
         outcome,
@@ -682,7 +419,7 @@ def test_an_architecture_that_vllm_does_not_know(desk):
     assert len(outcome.message) < 6000 and outcome.message.count('File "') <= 1
 
 
-def test_an_environment_that_crashes_while_the_server_starts(desk):
+def test_environment_that_crashes_early_is_reported(desk):
     """The crash is told at once: nobody waits for the server first."""
     outcome = desk.run(
         start_vllm=True,
@@ -694,39 +431,7 @@ def test_an_environment_that_crashes_while_the_server_starts(desk):
     )
 
 
-# -------------------------------------------------------- mistakes found before anything is started
-
-
-def test_a_model_that_cannot_be_downloaded(desk):
-    assert_told(
-        desk.run(model_name_or_path="nobody/no-such-model"),
-        "'nobody/no-such-model' cannot be loaded",
-        "(?i)hub|huggingface",
-        "Set `model_name_or_path`",
-    )
-
-
-def test_a_model_folder_without_a_model(desk):
-    outcome = desk.run(model_name_or_path=str(desk.models / "empty"))
-    assert_told(outcome, "empty' cannot be loaded", "config.json", "Set `model_name_or_path`")
-
-
-def test_an_architecture_that_transformers_does_not_know(desk):
-    outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_transformers"))
-    assert_told(outcome, "cannot be loaded", "model type `my_own`")
-
-
-def test_an_output_dir_that_cannot_be_written(desk):
-    file = desk.folder / "a_file"
-    file.touch()
-    assert_told(
-        desk.run(output_dir=str(file / "run")),
-        "a_file/run', where nothing can be written",
-        "another folder",
-    )
-
-
-def test_resuming_without_a_checkpoint(desk):
+def test_missing_checkpoint_is_refused_before_services(desk):
     outcome = desk.run(resume_from_checkpoint=True, start_vllm=True)
     assert_told(outcome, "`resume_from_checkpoint: True`", "no checkpoint in", "Leave it out")
     assert outcome.seconds < 60 and "Started" not in outcome.output
@@ -735,7 +440,7 @@ def test_resuming_without_a_checkpoint(desk):
 @pytest.mark.parametrize(
     ("service", "key"), [("atropos", "atropos_url"), ("vllm", "vllm_server_base_url")]
 )
-def test_a_port_that_is_in_use(service, key, desk):
+def test_port_in_use_is_refused(service, key, desk):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         outcome = desk.run(**{f"start_{service}": True, key: f"http://127.0.0.1:{port}"})
@@ -747,10 +452,10 @@ def test_a_port_that_is_in_use(service, key, desk):
     )
 
 
-# ------------------------------------------------------------------------ mistakes about the server
+# ----------------------------------------------------------------------------------- the server
 
 
-def test_no_server(desk):
+def test_missing_server_is_reported(desk):
     outcome = desk.run()
     assert_told(
         outcome,
@@ -762,7 +467,7 @@ def test_no_server(desk):
 
 
 @pytest.mark.parametrize("handler", ["files", "greeter"])
-def test_a_server_without_control_routes(handler, desk):
+def test_server_without_control_routes_is_refused(handler, desk):
     class Greeter(Silent):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -780,12 +485,12 @@ def test_a_server_without_control_routes(handler, desk):
 
 
 @pytest.mark.parametrize("token", ["wrong", ""])
-def test_the_wrong_control_token(token, desk, vllm):
+def test_wrong_control_token_is_refused(token, desk, vllm):
     outcome = desk.run({TOKEN_VARIABLE: token}, vllm_server_base_url=vllm)
     assert_told(outcome, f"{vllm} refused the control token", f"Set {TOKEN_VARIABLE}")
 
 
-def test_a_server_of_another_checkpoint(desk, vllm):
+def test_server_of_another_checkpoint_is_refused(desk, vllm):
     outcome = desk.run(
         vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_seed")
     )
@@ -799,21 +504,21 @@ def test_a_server_of_another_checkpoint(desk, vllm):
     )
 
 
-def test_a_server_with_another_tokenizer(desk, vllm):
+def test_server_with_another_tokenizer_is_refused(desk, vllm):
     outcome = desk.run(
         vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_tokenizer")
     )
     assert_told(outcome, "other_tokenizer", "different vocabularies", "the same tokenizer")
 
 
-def test_sequences_longer_than_the_server_takes(desk, vllm):
+def test_sequences_longer_than_the_servers_are_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, max_sequence_length=1024)
     assert_told(
         outcome, "`max_sequence_length` is 1024", "max_model_len is 512", "--max-model-len 1024"
     )
 
 
-def test_another_dtype_than_the_servers(desk, vllm):
+def test_dtype_other_than_the_servers_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, dtype="bfloat16")
     assert_told(
         outcome,
@@ -823,42 +528,37 @@ def test_another_dtype_than_the_servers(desk, vllm):
     )
 
 
-def test_a_mode_of_adapters_without_an_adapter(desk, vllm):
-    outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="nccl_lora")
-    assert_told(outcome, "the run has none", "Set `use_peft: true`", "`vllm_mode: colocate`")
-
-
-def test_a_sleep_mode_that_the_server_was_not_started_with(desk, vllm):
+def test_sleep_that_the_server_cannot_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="server", vllm_enable_sleep_mode=True)
     assert_told(
         outcome, "`vllm_enable_sleep_mode` is set", "start the server with `--enable-sleep-mode`"
     )
 
 
-def test_one_memory_of_two_servers(desk, vllm):
+def test_one_memory_of_two_servers_is_refused(desk, vllm):
     outcome = desk.run(vllm_server_base_url=f"{vllm},{free_url()}")
     assert_told(
         outcome, "1 processes and 2 servers", "list one URL per process", "`--num_processes 2`"
     )
 
 
-# -------------------------------------------------------------- mistakes about Atropos and rollouts
+# -------------------------------------------------------------------------- Atropos and rollouts
 
 
-def test_no_atropos_api(desk, vllm):
+def test_missing_atropos_api_is_reported(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm)
     assert_told(
         outcome, "No Atropos API answered at", "refused", "`atropos_url`", "`start_atropos: true`"
     )
 
 
-def test_something_else_at_atropos_url(desk, vllm):
+def test_stranger_at_atropos_url_is_refused(desk, vllm):
     with http_server(Silent) as url:
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=url)
     assert_told(outcome, f"{url} is not an Atropos API", "answered 200", "Set `atropos_url`")
 
 
-def test_an_api_with_another_trainers_registration(desk, vllm, atropos):
+def test_registration_of_another_trainer_is_refused(desk, vllm, atropos):
     requests.post(f"{atropos}/register", json=registration(16), timeout=10).raise_for_status()
     outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, "batch_size 16 ", "needs batch_size 8 ", "`reset_atropos: true`")
@@ -875,7 +575,7 @@ def registration(batch_size: int) -> dict[str, Any]:
     }
 
 
-def test_no_environment(desk, vllm, atropos):
+def test_missing_environment_is_reported(desk, vllm, atropos):
     outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(
         outcome,
@@ -900,14 +600,14 @@ def test_no_environment(desk, vllm, atropos):
     ],
     ids=["wedged", "all_dropped"],
 )
-def test_groups_that_never_make_a_batch(groups, fragments, desk, vllm, atropos):
+def test_groups_that_never_make_a_batch_are_reported(groups, fragments, desk, vllm, atropos):
     """What else there is, and what is said of it, is in `tests/rollouts/test_pull.py`."""
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)
 
 
-def test_a_server_that_hangs_while_the_run_waits_for_rollouts(desk, vllm, atropos):
+def test_hung_server_is_reported(desk, vllm, atropos):
     (server,) = [one for one in psutil.process_iter() if vllm.rpartition(":")[2] in cmdline(one)]
     (engine,) = [child for child in server.children() if "EngineCore" in " ".join(cmdline(child))]
     try:
@@ -952,7 +652,7 @@ ROLLOUTS = {
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
+def test_rollouts_that_make_no_sense_are_refused(name, desk, vllm, atropos):
     groups, *fragments = ROLLOUTS[name]
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
@@ -961,7 +661,7 @@ def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
+def test_groups_larger_than_the_batch_are_refused(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
     command = (
         f"{ENVIRONMENT} --env.rollout_server_url {{atropos_url}} --env.tokenizer_name {{model}} "
@@ -982,7 +682,7 @@ def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
     )
 
 
-# ------------------------------------------------------------------------ mistakes about recordings
+# ------------------------------------------------------------------------------------ recordings
 
 
 def recording(folder: Path, *groups: dict[str, Any]) -> str:
@@ -991,16 +691,16 @@ def recording(folder: Path, *groups: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_recording_with_nothing_in_it(desk):
+def test_empty_recording_is_refused(desk):
     outcome = desk.run(replay_paths=recording(desk.folder))
     assert_told(outcome, "recording.jsonl", "no rollout that can be trained on", "Record another")
 
 
-def test_a_recording_that_runs_out(desk):
+def test_recording_that_runs_out_is_reported(desk):
     outcome = desk.run(replay_paths=[recording(desk.folder, group(8))])
     assert_told(outcome, "used up", "8 rollouts, and 0 are left for a batch of 8", "`max_steps`")
 
 
-def test_a_recording_of_another_tokenizer(desk):
+def test_recording_of_another_tokenizer_is_refused(desk):
     outcome = desk.run(replay_paths=[recording(desk.folder, *[group(8, last_token=300)] * 8)])
     assert_told(outcome, "sent token id 300", "knows 258 ids")

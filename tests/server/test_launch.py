@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from trl_atropos.check.launch import Plan, case_of
 from trl_atropos.flags import PARALLEL, parallel, stated_flags
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
-from trl_atropos.recipe import RecipeError, parse
+from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
@@ -57,32 +57,6 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)
-
-
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        (
-            ['["--dtype", "bfloat16"]'],
-            r"`vllm_args` begins with '\[\"--dtype\", \"bfloat16\"\]', which is no flag",
-        ),
-        (["--max-num-seqs 8", "--enforce-eager"], "Unknown arguments: --enforce-eager"),
-    ],
-)
-def test_flags_of_the_server_that_are_quoted_wrongly_are_refused_with_how_to(given, seen):
-    with pytest.raises(RecipeError, match=rf"{seen}.* Flags of the server are a list in a recipe"):
-        parse(
-            [
-                "--model_name_or_path",
-                "m",
-                "--max_steps",
-                "1",
-                "--output_dir",
-                "run",
-                "--vllm_args",
-                *given,
-            ]
-        )
 
 
 def test_flags_of_the_server_are_one_quoted_text_on_the_command_line():

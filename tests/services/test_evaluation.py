@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, train
 from trl_atropos.environment_entry import EvaluationSpec
-from trl_atropos.errors import EvaluationError, RecipeError
+from trl_atropos.errors import EvaluationError
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.plane import ControlPlane
@@ -480,48 +480,6 @@ def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
 # --------------------------------------------------------------------------------------- the recipe
 
 ENTRY = {"path": ENVIRONMENT, "problems": 3}
-WRONG = {
-    "no number": (
-        {**ENTRY, "passes_above": math.nan},
-        {},
-        "passes_above: Input should be a finite number",
-    ),
-    "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
-    "greedy": ({**ENTRY, "temperature": 0, "samples": 2}, {}, "set `samples: 1`"),
-    "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),
-    "no script": ({"path": "nowhere.py"}, {}, "there is no script 'nowhere.py'"),
-    "unknown": ({**ENTRY, "sample": 3}, {}, "sample: Extra inputs"),
-    "nothing": (
-        None,
-        {"eval_strategy": "steps"},
-        "There is nothing to evaluate.*List `evaluations`",
-    ),
-    "epochs": (ENTRY, {"eval_strategy": "epoch"}, "has no epochs|have no epochs"),
-    "the loss": (
-        ENTRY,
-        {"metric_for_best_model": "loss"},
-        "such as eval_evaluated_environment_pass@1",
-    ),
-    "no hold": (
-        ENTRY,
-        {"metric_for_best_model": "eval_x_pass@1", "eval_hold": False},
-        "Leave `eval_hold` out",
-    ),
-    "older weights": (
-        {**ENTRY, "every": 3},
-        {"metric_for_best_model": "eval_x_pass@1", "sync_every_n_steps": 2, "vllm_mode": "server"},
-        "other weights are evaluated than are saved",
-    ),
-    "another step": (
-        {**ENTRY, "every": 4},
-        {
-            "metric_for_best_model": "eval_evaluated_environment_pass@1",
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-        },
-        None,
-    ),
-}
 
 
 def parsed(tiny_model: Path, folder: Path, entries: list, **settings):
@@ -536,14 +494,14 @@ def parsed(tiny_model: Path, folder: Path, entries: list, **settings):
     return parse(["--config", str(path)])
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_with_an_evaluation_is_said(wrong, tiny_model, tmp_path):
-    entry, settings, message = WRONG[wrong]
-    if message is None:
-        assert parsed(tiny_model, tmp_path, [entry], **settings).training.eval_steps == 4
-        return
-    with pytest.raises(RecipeError, match=message):
-        parsed(tiny_model, tmp_path, [entry] if entry else [], **settings)
+def test_every_of_an_evaluation_wins_over_eval_steps(tiny_model, tmp_path):
+    settings = {
+        "metric_for_best_model": "eval_evaluated_environment_pass@1",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    recipe = parsed(tiny_model, tmp_path, [{**ENTRY, "every": 4}], **settings)
+    assert recipe.training.eval_steps == 4
 
 
 def test_transformers_asks_as_often_as_any_evaluation_is_due(tiny_model, tmp_path):
