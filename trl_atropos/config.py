@@ -20,12 +20,13 @@ from trl import GRPOConfig
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
-from trl_atropos.protocol import ADAPTER_MODES, NUMERICS, VLLM_MODES
+from trl_atropos.modes import MODES, Mode
+from trl_atropos.protocol import NUMERICS
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES = {
-    "vllm_mode": VLLM_MODES,
+    "vllm_mode": tuple(MODES),
     "loss_type": LOSS_TYPES,
     "vllm_importance_sampling_mode": IMPORTANCE_SAMPLING_MODES,
     "importance_sampling_level": ("token", "sequence"),
@@ -413,7 +414,7 @@ class AtroposGRPOConfig(GRPOConfig):
             )
             fix = "Leave one of them out."
             raise self._wrong(what, fix, "hold_requests", "prefetch_batches")
-        if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
+        if self.sync_every_n_steps > 1 and self.mode.shares_memory:
             what = (
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with "
                 "`vllm_mode='colocate'` it is always 1"
@@ -422,7 +423,7 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _check_numerics(self) -> None:
         if self.numerics == "float16":
-            if self.vllm_mode == "colocate":
+            if self.mode.shares_memory:
                 what = (
                     "`numerics: float16` trains weights in float32, which `vllm_mode: colocate` "
                     "cannot share"
@@ -484,7 +485,7 @@ class AtroposGRPOConfig(GRPOConfig):
             warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
-        if self.replay_paths is not None or self.vllm_mode != "colocate":
+        if self.replay_paths is not None or not self.mode.shares_memory:
             return
         for name in ("deepspeed", "fsdp"):
             is_set = getattr(self, name)
@@ -502,10 +503,10 @@ class AtroposGRPOConfig(GRPOConfig):
     def _check_sleep(self) -> None:
         if not self.vllm_enable_sleep_mode:
             return
-        if self.vllm_mode == "restart":
+        if self.mode.restarts_engine:
             what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
             raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
-        if self.vllm_mode in ADAPTER_MODES and self.vllm_sleep_level != 1:
+        if self.mode.needs_adapter and self.vllm_sleep_level != 1:
             what = (
                 f"`vllm_sleep_level: 2` discards weights that `vllm_mode: {self.vllm_mode}` "
                 "does not send again"
@@ -601,6 +602,11 @@ class AtroposGRPOConfig(GRPOConfig):
             raise self._wrong(what, fix, "metric_for_best_model", "eval_hold")
         if self.eval_hold is None:
             self.eval_hold = saves_best
+
+    @property
+    def mode(self) -> Mode:
+        """Properties of the `vllm_mode`."""
+        return MODES[self.vllm_mode]
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:

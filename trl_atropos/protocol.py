@@ -25,8 +25,6 @@ TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"  # holds the token that the control routes 
 
 LEASE_BEGINNING = b"held\n"  # of the response that stays open while a trainer holds the server
 
-VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
-ADAPTER_MODES = ("nccl_lora", "lora")
 NUMERICS = ("default", "float32_head", "float16", "bitwise")
 # With `bitwise`, both sides tell FlashAttention that a query has at least that many tokens: with
 # fewer, it divides the keys into other tiles.

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from transformers.trainer_utils import IntervalStrategy
@@ -35,14 +35,12 @@ from trl_atropos.environment_entry import (
 )
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import served_rank, server_flags, stated_flags, values_of
-from trl_atropos.protocol import ADAPTER_MODES, environment_token
+from trl_atropos.modes import AdapterWay
+from trl_atropos.protocol import environment_token
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names
 from trl_atropos.services.evaluation_results import GROUPS
-
-if TYPE_CHECKING:
-    from trl_atropos.weights.adapters import Way
 
 
 @dataclass(frozen=True)
@@ -143,13 +141,11 @@ class Recipe:
         return flags
 
     @property
-    def adapter_way(self) -> "Way":
-        """Way of an adapter to the servers."""
+    def adapter_way(self) -> AdapterWay:
+        """Way of the run's adapter to the servers, or `None` if recorded rollouts are replayed."""
         if self.training.replay_paths is not None:
             return None
-        if self.training.vllm_mode in ("colocate", *ADAPTER_MODES):
-            return "alone"
-        return "merged"
+        return self.training.mode.adapter_way
 
     def placeholders(self) -> dict[str, str]:
         return {
@@ -487,7 +483,7 @@ def _check(recipe: Recipe) -> None:
     _check_model(recipe.model.model_name_or_path)
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
-    elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
+    elif training.mode.needs_adapter and not recipe.model.use_peft:
         what = f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none"
         fix = (
             "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: "
@@ -695,7 +691,7 @@ def check_files(recipe: Recipe) -> Recipe:
     together(lambda: require_writable(training.output_dir))
     together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
     # otherwise, an adapter alone is saved
-    if not model.use_peft or training.vllm_mode == "restart":
+    if not model.use_peft or training.mode.restarts_engine:
         together(lambda: require_savable_generation(model))
     if model.use_peft and recipe.adapter_way is not None:
         together(lambda: checkpoints.require_untied(model, training.trust_remote_code))

@@ -405,7 +405,7 @@ def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str)
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
         env = {}
-        if training.vllm_mode == "colocate" and len(urls) > 1:
+        if training.mode.shares_memory and len(urls) > 1:
             # each process trains where its server is
             device = visible.split(",")[index] if visible else str(index)
             env = {"CUDA_VISIBLE_DEVICES": device}

@@ -16,9 +16,9 @@ from trl_atropos.config import (
     LOSS_TYPES,
     REMOVED,
     UNUSED_FIELDS,
-    VLLM_MODES,
     described,
 )
+from trl_atropos.modes import MODES
 from trl_atropos.recipe import RecipeError, ServicesConfig, parse
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
@@ -227,13 +227,13 @@ def test_recorded_rollouts_may_be_trained_on_sharded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "colocate"])
 def test_modes_that_copy_weights_may_be_sharded(monkeypatch, mode, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
     assert configure(vllm_mode=mode).vllm_mode == mode
 
 
-@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "colocate"])
 def test_modes_that_copy_weights_may_publish_rarely(mode):
     assert configure(vllm_mode=mode, sync_every_n_steps=5).sync_every_n_steps == 5
 

@@ -201,7 +201,7 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     training = recipe.training
     if training.replay_paths is not None:
         return
-    if training.vllm_mode == "colocate":
+    if training.mode.shares_memory:
         yield from _colocated(training, launch)
     gpus = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not gpus:  # nothing is known of the GPUs
@@ -246,7 +246,7 @@ def _too_few(recipe: Recipe, launch: Launch, gpus: int) -> Iterator[tuple[str, s
         return
     flags = recipe.vllm_flags()
     servers = len(recipe.training.vllm_server_urls)
-    each_has_a_gpu = recipe.training.vllm_mode == "colocate" and servers > 1
+    each_has_a_gpu = recipe.training.mode.shares_memory and servers > 1
     if each_has_a_gpu and servers > gpus:
         yield f"{servers} servers, each on a GPU", "List fewer servers"
     parts, part_flags = parallel(flags)
@@ -334,7 +334,7 @@ class Case:
         with DeepSpeed the one that it computes in."""
         if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
             return self.plan.mixed_precision
-        if self.flags is not None and self.training.vllm_mode == "colocate":
+        if self.flags is not None and self.training.mode.shares_memory:
             return self.served_dtype
         kwargs = self.training.model_init_kwargs or {}
         stated = kwargs.get("dtype", self.recipe.model.dtype)
@@ -395,7 +395,7 @@ class Case:
     @property
     def shares_weights(self) -> bool:
         """True if the trainer's parameters are the server's memory, as far as the settings tell."""
-        return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
+        return self.training.mode.shares_memory and self.flags is not None and self.parts == 1
 
 
 def case_of(recipe: Recipe, plan: Plan) -> Case:
@@ -499,7 +499,7 @@ def _without_effect(
         yield "the run starts no service", "", ("service_timeout",)
     if services.start_atropos:
         yield "an API that the run starts is empty", "", ("reset_atropos",)
-    if training.vllm_mode not in ("server", "nccl_lora"):
+    if not training.mode.uses_transport:
         reason = f"`vllm_mode: {training.vllm_mode}` has a transport of its own"
         yield reason, "Use `vllm_mode: server` or `nccl_lora`", ("weight_transport",)
     if not recipe.model.use_peft:

@@ -8,6 +8,7 @@ from peft import PeftConfig, PeftModel
 from trl_atropos.batches import trial
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError
+from trl_atropos.modes import AdapterWay
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model
@@ -46,7 +47,7 @@ def require_arguments(
 
 
 def require_adapter(
-    model: Any, args: AtroposGRPOConfig, new: PeftConfig | None, way: adapters.Way
+    model: Any, args: AtroposGRPOConfig, new: PeftConfig | None, way: AdapterWay
 ) -> None:
     """Raises `RecipeError` for an adapter that cannot be trained, or not be published this way.
     `new` is the adapter that TRL will make."""

@@ -90,7 +90,7 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
                 "Give the adapter a configuration whose values are plain numbers, texts and lists.",
             )
     # With `restart`, the adapter is merged into it.
-    saves_base = not isinstance(model, PeftModel) or trainer.args.vllm_mode == "restart"
+    saves_base = not isinstance(model, PeftModel) or trainer.args.mode.restarts_engine
     if saves_base and isinstance(base_model(model), PreTrainedModel):
         yield from _parts_of_base(base_model(model), trainer.is_sharded, folder)
     if trainer.processing_class is not None:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_atropos.errors import AttachError, ServerError
+from trl_atropos.modes import Mode
 from trl_atropos.protocol import Attachment, ParameterSpec, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
-from trl_atropos.weights.adapters import Way
 
 ROOM = 0.05  # share of a GPU's memory that `leave_room` leaves
 
@@ -45,18 +45,18 @@ class Transfer(ABC):
     (`trl.experimental.async_grpo`). `load` and `attach` do the work of its `init_weight_transfer`.
 
     Attributes:
+        mode (`Mode`): The mode that moves weights in this way.
         in_place (`bool`): This process writes into the server's memory, so that its death would
             leave the weights torn.
         steps_in_place (`bool`): The optimizer's step writes there, so that the server is paused
             around the step.
-        adapter_way (`Way`): How the mode brings an adapter to the servers.
         clear_cache (`bool`): Requests in flight recompute what they cached, because the weights
             that they use change.
     """
 
+    mode: Mode
     in_place = False
     steps_in_place = False
-    adapter_way: Way = "merged"
     clear_cache = True
 
     def __init__(self, servers: Servers):
