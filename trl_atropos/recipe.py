@@ -689,7 +689,7 @@ def check_files(recipe: Recipe) -> Recipe:
     model = recipe.model
     environment_token()  # raises if no header can carry it
     together(lambda: require_writable(training.output_dir))
-    together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
+    together(lambda: checkpoints.require_causal_model(model, training.trust_remote_code))
     # otherwise, an adapter alone is saved
     if not model.use_peft or training.mode.restarts_engine:
         together(lambda: require_savable_generation(model))

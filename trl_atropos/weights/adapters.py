@@ -2,8 +2,8 @@
 starts.
 
 `recipe.py` calls `require_supported` for the adapter of a recipe. The trainer's constructor calls
-it for any adapter that comes from Python, with `require_trainable` before TRL wraps the model, and
-`require_served` after.
+it for any adapter that comes from Python, with `require_trainable_adapter` before TRL wraps the
+model, and `require_served` after.
 """
 
 from collections.abc import Callable
@@ -214,7 +214,7 @@ def require_whole_model(name: str) -> None:
         )
 
 
-def require_trainable(model: Any, beta: float) -> None:
+def require_trainable_adapter(model: Any, beta: float) -> None:
     """Raises `RecipeError` for a model whose adapters are not ready to be trained."""
     if isinstance(model, str):
         require_whole_model(model)

@@ -192,11 +192,16 @@ def leave_room(device: torch.device) -> None:
 def open_channel(
     transport: str, servers: Servers, device: torch.device, num_bytes: int
 ) -> channels.Channel:
-    """Opens a channel to all of this rank's servers, for messages of up to `num_bytes`."""
+    """Opens a channel to all of this rank's servers, for messages of up to `num_bytes`. Raises
+    `AttachError` if they do not join, or if there is no such `transport`."""
     if transport == "memory":
         channel, specification = channels.open_memory(device, num_bytes)
         servers.each_here(lambda client: client.open_channel(specification))
         return channel
+    if transport not in ("nccl", "gloo"):
+        raise AttachError(
+            f"`weight_transport` is {transport!r}: set it to auto, nccl, gloo or memory."
+        )
     members = []
     for client, info in zip(servers.clients, servers.infos, strict=True):
         members.append((client.host, info.num_workers, client.open_channel))
