@@ -86,6 +86,15 @@ def stated_settings(argv: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
+def number_of(value: Any) -> float | None:
+    """Returns the number that a setting is, which is text in a flag. Returns `None` for anything
+    else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 def parallel(flags: Iterable[str]) -> tuple[int, str]:
     """Returns how many GPUs a server with these flags takes, and the flags that say so: `(2,
     "--tensor-parallel-size 2")`."""

@@ -280,7 +280,7 @@ def run(recipe: "Recipe") -> None:
     from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.protocol import TOKEN_VARIABLE
-    from trl_atropos.recipe import check_files, check_reports
+    from trl_atropos.recipe_checks import check_files, check_reports
     from trl_atropos.report.hub import make_repository
     from trl_atropos.services.environments import Disconnector
     from trl_atropos.services.manager import Services

@@ -174,7 +174,7 @@ def test_servers_and_flags_that_contradict_them_are_refused(flag, desk):
 
 def written(argv: list[str]) -> dict:
     recipe = parse(argv)
-    return recipe.environment_file(recipe.environments[0])
+    return recipe.environment_content(recipe.environments[0])
 
 
 def test_what_an_environment_needs_of_the_run_is_written_for_it(desk):
@@ -183,7 +183,7 @@ def test_what_an_environment_needs_of_the_run_is_written_for_it(desk):
             {"config": {"weight": 2}}, temperature=0.7, seed=3, per_device_train_batch_size=32
         )
     )
-    found = recipe.environment_file(recipe.environments[0])
+    found = recipe.environment_content(recipe.environments[0])
     assert found["env"] == {
         "rollout_server_url": recipe.training.atropos_url,
         "tokenizer_name": str(desk.model),
@@ -203,7 +203,7 @@ def test_what_an_environment_needs_of_the_run_is_written_for_it(desk):
 def test_an_environments_state_is_kept_for_a_resumed_run_and_not_for_a_new_one(desk):
     recipe = parse(desk.recipe())
     [spec] = recipe.environments
-    state = Path(recipe.environment_file(spec)["env"]["state_file"])
+    state = Path(recipe.environment_content(spec)["env"]["state_file"])
     recipe.write_environment_file(spec)
     state.write_text("7")
     recipe.training.resume_from_checkpoint = "run/checkpoint-7"

@@ -35,7 +35,8 @@ from tests.forge import FORKED_ENGINES, TRAINER
 from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.recipe import PARTS, RecipeError, _check_keys, check_files, parse
+from trl_atropos.recipe import PARTS, RecipeError, _load_checked, parse
+from trl_atropos.recipe_checks import check_files
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
@@ -555,7 +556,7 @@ def test_every_default_may_be_written_into_a_recipe(desk):
                 defaults[setting.name] = getattr(setting.default, "value", setting.default)
     defaults |= {"resume_from_checkpoint": False, "fsdp": False, "scale_rewards": False}
     path = desk.recipe(**defaults)[1]
-    _check_keys(path, {*defaults, "output_dir", "max_steps"})
+    _load_checked(path, {*defaults, "output_dir", "max_steps"})
 
 
 def test_sharding_from_the_configuration_of_accelerate(desk, monkeypatch):

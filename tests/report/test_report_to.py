@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.errors import RolloutError
-from trl_atropos.recipe import RecipeError, check_reports
+from trl_atropos.errors import RecipeError, RolloutError
+from trl_atropos.recipe_checks import check_reports
 from trl_atropos.report.run_folder import LOG, read_run
 
 OURS = ("rollouts/", "health/", "time/", "policy/")

@@ -137,7 +137,8 @@ def main(argv: list[str]) -> None:
 
 def examine(argv: list[str]) -> Report:
     """Returns what is wrong with the run that these arguments of the main job describe."""
-    from trl_atropos.check.launch import Launch, packages, read, refused
+    from trl_atropos.check.launch import Launch, refused
+    from trl_atropos.check.settings import packages, read
     from trl_atropos.flags import stated_settings
     from trl_atropos.report.run_log import versions
 
@@ -165,9 +166,10 @@ def _of_recipe(
     recipe: "Recipe", launch: "Launch", stated: dict[str, Any]
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Returns the findings about a recipe, and `Report.memory`."""
-    from trl_atropos.check.launch import dead, layout, refused, saves
+    from trl_atropos.check.launch import layout, refused
     from trl_atropos.check.services import environments, services
-    from trl_atropos.recipe import check_reports
+    from trl_atropos.check.settings import dead, saves
+    from trl_atropos.recipe_checks import check_reports
 
     findings = [
         *_of_files(recipe),
@@ -199,7 +201,7 @@ def _of_files(recipe: "Recipe") -> list[Finding]:
     """Returns the findings about files. The check makes the output folder, and does not leave it
     behind."""
     from trl_atropos.check.launch import refused
-    from trl_atropos.recipe import check_files
+    from trl_atropos.recipe_checks import check_files
 
     folder = recipe.training.output_dir
     was_there = os.path.isdir(folder)

@@ -1,9 +1,9 @@
 """Refuses adapters of PEFT that cannot be trained, or cannot reach the servers, before anything
 starts.
 
-`recipe.py` calls `require_supported` for the adapter of a recipe. The trainer's constructor calls
-it for any adapter that comes from Python, with `require_trainable_adapter` before TRL wraps the
-model, and `require_served` after.
+`recipe_checks.py` calls `require_supported` for the adapter of a recipe. The trainer's constructor
+calls it for any adapter that comes from Python, with `require_trainable_adapter` before TRL wraps
+the model, and `require_served` after.
 """
 
 from collections.abc import Callable

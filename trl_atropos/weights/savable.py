@@ -1,6 +1,6 @@
 """Finds before the first step whatever the saving of a checkpoint would refuse.
 
-`trl_atropos.recipe.check_files` calls `require_writable` and `require_savable_generation` before a
+`recipe_checks.check_files` calls `require_writable` and `require_savable_generation` before a
 run starts its servers. `AtroposGRPOTrainer` calls `require_savable` when it is built: it saves all
 that is small into a folder that it removes again, and compares the tensors with the room on the
 disk.
