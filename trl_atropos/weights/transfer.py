@@ -120,8 +120,7 @@ def open_views(
         place = attachment.views[name]
         storage = storages[place.storage].view(parameter.dtype)
         view = storage.as_strided(place.size, place.stride, place.offset)
-        loaded = parameter.detach().to(view.device)
-        if torch.equal(view, loaded):
+        if torch.equal(view, parameter.detach().to(view.device)):
             views[name] = view
         else:
             differing.append(name)
