@@ -306,12 +306,13 @@ def parse(argv: list[str]) -> Recipe:
     you can mend."""
     overlays, argv = values_of("--overlay", argv)
     recipes, argv = values_of("--config", argv)
-    path = None
-    if recipes:
-        path = recipes[0]  # a second one is an unknown argument to the parser
-        argv = [*_config_flags(recipes), *argv]
-    else:
+    if not recipes:
         _refuse_missing_recipe(argv)
+    path = recipes[0] if recipes else None  # the parser refuses a second one
+    config_flags = []
+    for recipe in recipes:
+        config_flags += ["--config", recipe]
+    argv = [*config_flags, *argv]
     parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
     if path is not None:
@@ -329,17 +330,9 @@ def parse(argv: list[str]) -> Recipe:
     services = replace(services, vllm_args=_vllm_args(services.vllm_args))
     environments = parse_entries("environments", services.environments, EnvironmentSpec)
     evaluations = parse_entries("evaluations", services.evaluations, EvaluationSpec)
-    recipe = Recipe(services, training, model, environments, evaluations)
-    check_settings(recipe)
-    return _scheduled(recipe)
-
-
-def _config_flags(recipes: list[str]) -> list[str]:
-    """Returns the flags that name these recipes, in front of which the parser looks for them."""
-    flags = []
-    for recipe in recipes:
-        flags += ["--config", recipe]
-    return flags
+    parsed = Recipe(services, training, model, environments, evaluations)
+    check_settings(parsed)
+    return _scheduled(parsed)
 
 
 def _refuse_missing_recipe(argv: list[str]) -> None:
@@ -474,8 +467,8 @@ def _load(path: str, flag: str) -> dict[str, Any]:
         raise RecipeError(what, path, fix, "no-recipe") from error
     if not isinstance(content, dict):
         what = f"{path} must hold `key: value` lines at its top level"
-        kind = type(content).__name__
-        raise RecipeError(what, f"{path}: {kind}", "Correct it.", "recipe-format")
+        type_name = type(content).__name__
+        raise RecipeError(what, f"{path}: {type_name}", "Correct it.", "recipe-format")
     return content
 
 
