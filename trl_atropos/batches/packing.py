@@ -10,10 +10,10 @@ Not every model can be packed, because layers that carry a state from token to t
 borders. So a model is tried before the first batch (`trial.py`). If it fails, its rollouts are
 padded (`micro_batches.without_padding`).
 
-Index arrays follow one convention. A plural name has an entry for each rollout, part or group:
-`lengths[2]` are the tokens of rollout 2. A singular name has an entry for each token of the row:
-`rollout[5]` is the rollout of the token at place 5. So `lengths[rollout]` has an entry for each
-token, the length of its rollout.
+Index arithmetic follows one convention. A table has a plural name and an entry for each rollout,
+part or group: `lengths[2]` is the length of rollout 2. An index has a singular name and an entry for
+each token of the row: `rollout[5]` is the rollout of the token at place 5. So `lengths[rollout]` has
+an entry for each token, the length of its rollout.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,14 +86,15 @@ class Layout(NamedTuple):
         sharing = _share_prompts(prompt_lengths, lengths, prompt_numbers)
         parts = _Parts.of(prompt_lengths, lengths, sharing)
 
-        # (T,) each
+        # (T,) each, in the example of the class, where nothing is shared:
         part, place = _count_within(parts.lengths)
-        rollout = parts.rollouts[part]
-        position = parts.shared[part] + place  # in the rollout
-        column = position - prompt_lengths[rollout]  # in the completion; below 0 in the prompt
-        padded_begin = rollout * (prompt_width + width)  # of the rollout in (B, P + C)
-        tokens = padded_begin + prompt_width + column
-        completion_begin = rollout * width  # of the rollout in (B, C)
+        rollout = parts.rollouts[part]  # 0  0  1  1  1  1
+        position = parts.shared[part] + place  # 0  1  0  1  2  3: in the rollout
+        column = position - prompt_lengths[rollout]  # -1  0 -2 -1  0  1: in the completion
+        padded_begin = rollout * (prompt_width + width)  # 0  0  4  4  4  4: in (B, P + C)
+        tokens = padded_begin + prompt_width + column  # 1  2  4  5  6  7
+        completion_begin = rollout * width  # 0  0  2  2  2  2: in (B, C)
+
         scored = np.flatnonzero(column >= 0)  # (N,), in the row
         columns = (completion_begin + column)[scored]
 
