@@ -36,9 +36,9 @@ from trl_atropos.services.manager import (
 )
 from trl_atropos.weights.model_setup import num_positions
 
-ANSWER = 5.0  # seconds
-LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
+ANSWER = 5.0  # seconds
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's variable
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
@@ -80,6 +80,7 @@ def _wrong_answer(greet: Callable[[], Any], seen: str) -> Iterator[Finding]:
 
 
 def _answers(url: str) -> bool:
+    """Returns whether anything listens there."""
     with contextlib.suppress(OSError, ServiceError):
         address = (urlsplit(url).hostname, port_of(url))
         socket.create_connection(address, timeout=CONNECT).close()
@@ -390,9 +391,10 @@ def _vocabulary(name: str) -> dict[str, int] | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, local_files_only=True, trust_remote_code=False
-        ).get_vocab()
+        )
+        return tokenizer.get_vocab()
     except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
         return None
 
@@ -443,9 +445,11 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
 
 
 def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
-    """Yields a finding if the script's requests have the server sample from another distribution
+    """Yields a finding if the script's requests let the server sample from another distribution
     than the policy's."""
-    requests = [] if spec.path is None else reshaping_requests(spec.script)
+    if spec.path is None:
+        return
+    requests = reshaping_requests(spec.script)
     if requests:
         what = (
             "its requests change what is sampled, and the trainer scores every token as the "
@@ -474,14 +478,13 @@ def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
                 "advantage) or `zero`."
             )
             yield _finding(spec, what, seen, fix, "group-of-one")
-    whole_sizes = {name: int(size) for name, size in sizes.items()}
-    largest = max(whole_sizes.values(), default=1)
-    if any(largest % size for size in whole_sizes.values()):  # api/utils.py:59
+    largest = int(max(sizes.values(), default=1))
+    if any(largest % int(size) for size in sizes.values()):  # api/utils.py:59
         what = (
             "The Atropos API waits for ever to fill small groups up to the size of the largest, "
             "which these cannot"
         )
-        seen = ", ".join(f"{name}: group_size {size}" for name, size in whole_sizes.items())
+        seen = ", ".join(f"{name}: group_size {int(size)}" for name, size in sizes.items())
         fix = "Make every group size divide the largest one."
         yield Finding(what, seen, fix, "mixed-group-sizes")
 
