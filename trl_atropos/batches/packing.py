@@ -12,8 +12,8 @@ padded (`micro_batches.without_padding`).
 
 Index arithmetic follows one convention. A table has a plural name and an entry for each rollout,
 part or group: `lengths[2]` is the length of rollout 2. An index has a singular name and an entry
-for each token of the row: `rollout[5]` is the rollout of the token at place 5. So `lengths[rollout]`
-has an entry for each token, the length of its rollout.
+for each token of the row: `rollout[5]` is the rollout of the token at place 5. So
+`lengths[rollout]` has an entry for each token, the length of its rollout.
 """
 
 from collections.abc import Callable, Sequence
