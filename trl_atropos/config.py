@@ -344,7 +344,10 @@ class AtroposGRPOConfig(GRPOConfig):
             setattr(self, precision, True)
         self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
-        self._check_values()
+        self._unify_spellings()
+        self._check_choices()
+        self._check_least_values()
+        self._check_steps()
         self._check_numerics()
         self._check_batch()
         self._check_urls()
@@ -386,18 +389,23 @@ class AtroposGRPOConfig(GRPOConfig):
             fix = "Set `eval_strategy: steps` and `eval_steps`."
             raise self._wrong(what, fix, "eval_strategy", "eval_steps")
 
-    def _check_values(self) -> None:
+    def _unify_spellings(self) -> None:
+        """Gives settings that may be written in two ways one type."""
         booleans = {True: "group", False: "none"}
         self.scale_rewards = booleans.get(self.scale_rewards, self.scale_rewards)
         for name in ("replay_paths", "stop_on_warnings"):
             if isinstance(getattr(self, name), str):
                 # YAML gives a scalar where a list has one entry
                 setattr(self, name, [getattr(self, name)])
+
+    def _check_choices(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                fix = f"Set it to one of: {', '.join(map(str, allowed))}."
-                raise self._wrong(f"`{name}` is {value!r}", fix, name)
+                choices = ", ".join(map(str, allowed))
+                raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {choices}.", name)
+
+    def _check_least_values(self) -> None:
         for name, (least, text) in LEAST.items():
             value = getattr(self, name)
             if value == self.__dataclass_fields__[name].default:
@@ -407,6 +415,9 @@ class AtroposGRPOConfig(GRPOConfig):
                 fits = value < math.inf
             if not fits:
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.", name)
+
+    def _check_steps(self) -> None:
+        """Checks what is sampled and published at which step."""
         if self.hold_requests and self.prefetch_batches:
             what = (
                 "`hold_requests` holds back what would be sampled ahead, and `prefetch_batches` "
