@@ -63,7 +63,7 @@ class RowFormat(NamedTuple):
         self,
         positions: Tensor,
         lengths: np.ndarray,
-        shared: np.ndarray | int = 0,
+        shared_lengths: np.ndarray | int = 0,
         keys: Tensor | None = None,
     ) -> dict[str, Any]:
         """
@@ -80,13 +80,13 @@ class RowFormat(NamedTuple):
         Args:
             positions: (1, T), of each token in its rollout.
             lengths: (parts,), tokens of each part of the row.
-            shared: (parts,), tokens of each part's keys that stand elsewhere.
+            shared_lengths: (parts,), tokens of each part's keys that stand elsewhere.
             keys: places of all parts' keys in the row; none if no prompt is shared.
         """
         inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
         if keys is not None and len(keys):
             inputs["rollout_keys"] = keys
-        counts = np.stack([lengths, lengths + shared])  # (2, parts): of queries, of keys
+        counts = np.stack([lengths, lengths + shared_lengths])  # (2, parts): of queries, of keys
         counts = torch.from_numpy(counts.astype(np.int32))
         if self.attention == ATTENTION:
             # A mask of four dimensions is taken as it is. To make one would wait for the device.

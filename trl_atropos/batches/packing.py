@@ -89,7 +89,7 @@ class Layout(NamedTuple):
         # (T,) each, in the example of the class, where nothing is shared:
         part, place = _count_within(parts.lengths)
         rollout = parts.rollouts[part]  # 0  0  1  1  1  1
-        position = parts.shared[part] + place  # 0  1  0  1  2  3: in the rollout
+        position = parts.shared_lengths[part] + place  # 0  1  0  1  2  3: in the rollout
         column = position - prompt_lengths[rollout]  # -1  0 -2 -1  0  1: in the completion
         padded_begin = rollout * (prompt_width + width)  # 0  0  4  4  4  4: in (B, P + C)
         tokens = padded_begin + prompt_width + column  # 1  2  4  5  6  7
@@ -113,7 +113,7 @@ class Layout(NamedTuple):
         arrays = [tokens, is_scored, position, scored - 1, columns, keys]
         tensors = _copied_at_once(arrays, row_format.device)
         tokens, is_scored, position, predicts, columns, keys = tensors
-        inputs = row_format.inputs(position[None], parts.lengths, parts.shared, keys)
+        inputs = row_format.inputs(position[None], parts.lengths, parts.shared_lengths, keys)
         return cls(tokens[None], is_scored[None], predicts, columns, inputs)
 
     @classmethod
@@ -186,7 +186,7 @@ class _Sharing(NamedTuple):
     owners: np.ndarray  # (G,), for each shared prompt a rollout that begins with it
     # (B,), the shared prompt of each rollout, from 0 to G - 1; any number if it shares no token
     prompts: np.ndarray
-    shared: np.ndarray  # (B,), tokens that each rollout shares, or 0
+    shared_lengths: np.ndarray  # (B,), tokens that each rollout shares, or 0
 
 
 def _share_prompts(
@@ -198,16 +198,16 @@ def _share_prompts(
     Three rollouts have the prompts `c d`, `a` and `c d`, whose `prompt_numbers` are 5, 3 and 5. So
     `a` is group 0, and `c d` is group 1:
 
-        groups       1  0  1      of each rollout
-        firsts       1  0         rollout of each group
-        sizes        1  2         rollouts in each group
-        is_shared    0  1         for each group
-        numbers     -1  0         of each group among the groups that share
-        owners       0            rollout 0 has the only shared prompt
-        shared       1  0  1      token of each rollout, `c`; `d` stays with each of them
+        groups            1  0  1     of each rollout
+        firsts            1  0        rollout of each group
+        sizes             1  2        rollouts in each group
+        is_shared         0  1        for each group
+        numbers          -1  0        of each group among the groups that share
+        owners            0           rollout 0 has the only shared prompt
+        shared_lengths    1  0  1     of each rollout: `c`; `d` stays with each of them
     """
     zeros = np.zeros_like(prompt_lengths)
-    nothing = _Sharing(owners=np.zeros(0, dtype=np.int64), prompts=zeros, shared=zeros)
+    nothing = _Sharing(owners=np.zeros(0, dtype=np.int64), prompts=zeros, shared_lengths=zeros)
     if prompt_numbers is None:
         return nothing
     _, firsts, groups, sizes = np.unique(
@@ -220,11 +220,11 @@ def _share_prompts(
     numbers = is_shared.cumsum() - 1
     owners = firsts[is_shared]
     # The last token of a prompt predicts another token in each rollout, and stays with it.
-    shared = np.where(is_shared[groups], prompt_lengths - 1, 0)
-    saved = shared.sum() - shared[owners].sum()
+    shared_lengths = np.where(is_shared[groups], prompt_lengths - 1, 0)
+    saved = shared_lengths.sum() - shared_lengths[owners].sum()
     if saved < WORTH_SHARING * lengths.sum():
         return nothing
-    return _Sharing(owners, numbers[groups], shared)
+    return _Sharing(owners, numbers[groups], shared_lengths)
 
 
 class _Parts(NamedTuple):
@@ -234,32 +234,33 @@ class _Parts(NamedTuple):
 
     Rollouts `c d | b` and `c d | e f`, which share their prompt:
 
-        row              c | d  b | d  e  f
-        part             0 | 1  1 | 2  2  2
-        position         0 | 1  2 | 1  2  3
-        rollouts         0  0  1
-        lengths          1  2  3
-        shared           0  1  1
-        prompt_parts     0  0  0
+        row               c | d  b | d  e  f
+        part              0 | 1  1 | 2  2  2
+        position          0 | 1  2 | 1  2  3
+        rollouts          0  0  1
+        lengths           1  2  3
+        shared_lengths    0  1  1
+        prompt_parts      0  0  0
     """
 
     rollouts: np.ndarray  # whose tokens they are
     lengths: np.ndarray  # tokens of the part itself
-    shared: np.ndarray  # tokens of a shared prompt that precede the part in its rollout
+    shared_lengths: np.ndarray  # tokens of a shared prompt that precede the part in its rollout
     prompt_parts: np.ndarray  # the part that is this shared prompt
 
     @classmethod
     def of(cls, prompt_lengths: np.ndarray, lengths: np.ndarray, sharing: _Sharing) -> "_Parts":
         """Returns the parts of rollouts with these lengths of prompts, and of all, (B,)."""
         owners = sharing.owners
+        shared_lengths = sharing.shared_lengths
         # By shared tokens, then by length, because attention takes neighbours of the same lengths
         # at once. (`lexsort` takes its main key last.)
-        order = np.lexsort((lengths, sharing.shared))  # (B,)
-        rest = lengths - sharing.shared  # (B,), tokens that are not shared
+        order = np.lexsort((lengths, shared_lengths))  # (B,)
+        rest = lengths - shared_lengths  # (B,), tokens that are not shared
         return cls(
             rollouts=np.append(owners, order),
             lengths=np.append(prompt_lengths[owners] - 1, rest[order]),
-            shared=np.append(np.zeros_like(owners), sharing.shared[order]),
+            shared_lengths=np.append(np.zeros_like(owners), shared_lengths[order]),
             prompt_parts=np.append(np.arange(len(owners)), sharing.prompts[order]),
         )
 
@@ -268,7 +269,7 @@ class _Parts(NamedTuple):
         return _Parts(
             rollouts=np.append(self.rollouts, 0),
             lengths=np.append(self.lengths, length),
-            shared=np.append(self.shared, 0),
+            shared_lengths=np.append(self.shared_lengths, 0),
             prompt_parts=np.append(self.prompt_parts, 0),
         )
 
@@ -282,10 +283,10 @@ class _Parts(NamedTuple):
             begin     0 | 1  1  1 | 3  3  3  3      of its part in the row
             keys      0 | 0  1  2 | 0  3  4  5
         """
-        part, place = _count_within(self.shared + self.lengths)
+        part, place = _count_within(self.shared_lengths + self.lengths)
         begins = _begins(self.lengths)
         begin = begins[part]
-        shared = self.shared[part]
+        shared = self.shared_lengths[part]
         prompt_begin = begins[self.prompt_parts[part]]
         return np.where(place < shared, prompt_begin + place, begin + place - shared)
 
@@ -295,9 +296,9 @@ def _count_within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     `0 0 1 2`."""
     parts = np.arange(len(lengths))
     part = np.repeat(parts, lengths)  # (T,)
-    place = np.arange(len(part))  # in the row
+    row_place = np.arange(len(part))
     begin = _begins(lengths)[part]
-    return part, place - begin
+    return part, row_place - begin
 
 
 def _begins(lengths: np.ndarray) -> np.ndarray:
