@@ -436,12 +436,8 @@ def _load_checked(path: str, known: set[str], flag: str = "--config") -> dict[st
     for part in PARTS:
         hints |= get_type_hints(part)
     for key, value in content.items():
-        if key in ALSO_LISTS and isinstance(value, list):
-            continue
-        if key in ALSO_FALSE and value is False:
-            continue
         hint = hints.get(key, Any)
-        wanted = _wanted(value, hint)
+        wanted = _wanted(key, value, hint)
         if wanted is not None:
             what = f"{path}: `{key}` is {value!r}"
             raise RecipeError(what, f"{key}: {value}", f"Write {wanted}.")
@@ -472,9 +468,13 @@ def _load(path: str, flag: str) -> dict[str, Any]:
     return content
 
 
-def _wanted(value: Any, hint: Any) -> str | None:
+def _wanted(key: str, value: Any, hint: Any) -> str | None:
     """Returns what to write in place of a YAML value of the wrong type, or `None` if the value may
     be right. Text is checked later."""
+    if key in ALSO_LISTS and isinstance(value, list):
+        return None
+    if key in ALSO_FALSE and value is False:
+        return None
     allowed = set(get_args(hint) or (hint,))
     if value is None:
         if allowed & {NoneType, Any}:
