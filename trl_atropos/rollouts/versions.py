@@ -36,8 +36,7 @@ def settings_differ(sampled: float, trainer: float) -> bool:
     The ratio between trainer and sampler is right only if both divide their logits by the same
     temperature.
     """
-    is_equal = abs(sampled - trainer) <= TOLERANCE
-    return not is_equal  # NaN is equal to nothing
+    return abs(sampled - trainer) > TOLERANCE
 
 
 @dataclass(eq=False)
