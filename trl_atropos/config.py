@@ -20,12 +20,13 @@ from trl import GRPOConfig
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
-from trl_atropos.protocol import ADAPTER_MODES, NUMERICS, VLLM_MODES
+from trl_atropos.modes import MODES, Mode
+from trl_atropos.protocol import NUMERICS
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES = {
-    "vllm_mode": VLLM_MODES,
+    "vllm_mode": tuple(MODES),
     "loss_type": LOSS_TYPES,
     "vllm_importance_sampling_mode": IMPORTANCE_SAMPLING_MODES,
     "importance_sampling_level": ("token", "sequence"),
@@ -343,7 +344,10 @@ class AtroposGRPOConfig(GRPOConfig):
             setattr(self, precision, True)
         self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
-        self._check_values()
+        self._unify_spellings()
+        self._check_choices()
+        self._check_least_values()
+        self._check_steps()
         self._check_numerics()
         self._check_batch()
         self._check_urls()
@@ -385,18 +389,23 @@ class AtroposGRPOConfig(GRPOConfig):
             fix = "Set `eval_strategy: steps` and `eval_steps`."
             raise self._wrong(what, fix, "eval_strategy", "eval_steps")
 
-    def _check_values(self) -> None:
+    def _unify_spellings(self) -> None:
+        """Gives settings that may be written in two ways one type."""
         booleans = {True: "group", False: "none"}
         self.scale_rewards = booleans.get(self.scale_rewards, self.scale_rewards)
         for name in ("replay_paths", "stop_on_warnings"):
             if isinstance(getattr(self, name), str):
                 # YAML gives a scalar where a list has one entry
                 setattr(self, name, [getattr(self, name)])
+
+    def _check_choices(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                fix = f"Set it to one of: {', '.join(map(str, allowed))}."
-                raise self._wrong(f"`{name}` is {value!r}", fix, name)
+                choices = ", ".join(map(str, allowed))
+                raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {choices}.", name)
+
+    def _check_least_values(self) -> None:
         for name, (least, text) in LEAST.items():
             value = getattr(self, name)
             if value == self.__dataclass_fields__[name].default:
@@ -406,6 +415,9 @@ class AtroposGRPOConfig(GRPOConfig):
                 fits = value < math.inf
             if not fits:
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.", name)
+
+    def _check_steps(self) -> None:
+        """Checks what is sampled and published at which step."""
         if self.hold_requests and self.prefetch_batches:
             what = (
                 "`hold_requests` holds back what would be sampled ahead, and `prefetch_batches` "
@@ -413,7 +425,7 @@ class AtroposGRPOConfig(GRPOConfig):
             )
             fix = "Leave one of them out."
             raise self._wrong(what, fix, "hold_requests", "prefetch_batches")
-        if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
+        if self.sync_every_n_steps > 1 and self.mode.shares_memory:
             what = (
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with "
                 "`vllm_mode='colocate'` it is always 1"
@@ -422,7 +434,7 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _check_numerics(self) -> None:
         if self.numerics == "float16":
-            if self.vllm_mode == "colocate":
+            if self.mode.shares_memory:
                 what = (
                     "`numerics: float16` trains weights in float32, which `vllm_mode: colocate` "
                     "cannot share"
@@ -484,7 +496,7 @@ class AtroposGRPOConfig(GRPOConfig):
             warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
-        if self.replay_paths is not None or self.vllm_mode != "colocate":
+        if self.replay_paths is not None or not self.mode.shares_memory:
             return
         for name in ("deepspeed", "fsdp"):
             is_set = getattr(self, name)
@@ -502,10 +514,10 @@ class AtroposGRPOConfig(GRPOConfig):
     def _check_sleep(self) -> None:
         if not self.vllm_enable_sleep_mode:
             return
-        if self.vllm_mode == "restart":
+        if self.mode.restarts_engine:
             what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
             raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
-        if self.vllm_mode in ADAPTER_MODES and self.vllm_sleep_level != 1:
+        if self.mode.needs_adapter and self.vllm_sleep_level != 1:
             what = (
                 f"`vllm_sleep_level: 2` discards weights that `vllm_mode: {self.vllm_mode}` "
                 "does not send again"
@@ -601,6 +613,11 @@ class AtroposGRPOConfig(GRPOConfig):
             raise self._wrong(what, fix, "metric_for_best_model", "eval_hold")
         if self.eval_hold is None:
             self.eval_hold = saves_best
+
+    @property
+    def mode(self) -> Mode:
+        """Properties of the `vllm_mode`."""
+        return MODES[self.vllm_mode]
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:

@@ -1,8 +1,9 @@
 """Reads flags off command lines that no parser of ours reads, or none has read yet.
 
 Recipe, check, commands and server use it on lists of words: a vLLM server's flags, the command of
-an environment, and the arguments of a run before its parser is imported. Imports neither torch nor
-numpy: the variables of a recipe, which those read on import, are found by `stated_settings`.
+an environment, and the arguments of a run before its parser is imported. It imports neither torch
+nor numpy, because a recipe may set variables that those read on import: `train.py` finds them by
+`stated_settings` first.
 """
 
 import contextlib
@@ -28,15 +29,15 @@ def stated_flags(argv: Iterable[str]) -> dict[str, str]:
     """Returns the flags of a command line with their last values. A flag without a value has an
     empty text: `--a 1 --b --c=2 --a 3` is read as `{"--a": "3", "--b": "", "--c": "2"}`."""
     stated = {}
-    flag = None  # the one that the next word may be the value of
+    open_flag = None  # whose value the next word may be
     for word in argv:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             stated[name] = value
-            flag = None if equals else name
-        elif flag is not None:
-            stated[flag] = word
-            flag = None
+            open_flag = None if equals else name
+        elif open_flag is not None:
+            stated[open_flag] = word
+            open_flag = None
     return stated
 
 
@@ -46,9 +47,13 @@ def server_flags(argv: Iterable[str]) -> dict[str, str]:
     words = []
     for word in argv:
         name, equals, value = word.partition("=")
-        words.append(PARALLEL.get(name, name) + equals + value)
-    stated = stated_flags(words)
-    return {flag.replace("_", "-"): value for flag, value in stated.items()}
+        long_name = PARALLEL.get(name, name)
+        words.append(f"{long_name}{equals}{value}")
+    flags = {}
+    for name, value in stated_flags(words).items():
+        flag = name.replace("_", "-")
+        flags[flag] = value
+    return flags
 
 
 def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -80,24 +85,35 @@ def stated_settings(argv: Iterable[str]) -> dict[str, Any]:
     for path in [*recipes, *overlays]:
         # the parser reports a file that cannot be read
         with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):
-            settings |= yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            settings |= yaml.safe_load(text)
     for flag, value in stated_flags(argv).items():
-        settings[flag.removeprefix("--")] = value
+        name = flag.removeprefix("--")
+        settings[name] = value
     return settings
 
 
+def number_of(value: Any) -> float | None:
+    """Returns the number that a setting is, which is text in a flag. Returns `None` for anything
+    else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 def parallel(flags: Iterable[str]) -> tuple[int, str]:
-    """Returns how many GPUs a server with these flags takes, and the flags that say so: `(2,
-    "--tensor-parallel-size 2")`."""
+    """Returns the number of GPUs that a server with these flags takes, and the flags that say so:
+    `(2, "--tensor-parallel-size 2")`."""
     stated = server_flags(flags)
-    devices = 1
+    gpus = 1
     words = []
     for flag in PARALLEL.values():
         size = stated.get(flag, "")
         if size.isdigit():
-            devices *= int(size)
+            gpus *= int(size)
             words.append(f"{flag} {size}")
-    return devices, " ".join(words)
+    return gpus, " ".join(words)
 
 
 def served_rank(rank: int) -> int:

@@ -25,8 +25,6 @@ TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"  # holds the token that the control routes 
 
 LEASE_BEGINNING = b"held\n"  # of the response that stays open while a trainer holds the server
 
-VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
-ADAPTER_MODES = ("nccl_lora", "lora")
 NUMERICS = ("default", "float32_head", "float16", "bitwise")
 # With `bitwise`, both sides tell FlashAttention that a query has at least that many tokens: with
 # fewer, it divides the keys into other tiles.
@@ -61,7 +59,9 @@ def environment_token() -> str:
 def evaluation_key(authorization: str) -> str | None:
     """Returns the API key in an `Authorization` header if it is an evaluation's, else `None`."""
     key = authorization.removeprefix("Bearer ")
-    return key if key.startswith(EVALUATION_KEY) else None
+    if not key.startswith(EVALUATION_KEY):
+        return None
+    return key
 
 
 def reason_in(text: str) -> str:
@@ -273,6 +273,7 @@ class VersionsReply(Strict):
 
     @classmethod
     def of(cls, notes: Iterable[Note | None]) -> "VersionsReply":
+        """Returns the answer with these notes, each of which stands for one key."""
         indices: dict[SamplingSettings, int] = {}
         versions = []
         sampled_with = []
@@ -281,15 +282,19 @@ class VersionsReply(Strict):
                 versions.append(None)
                 sampled_with.append(None)
                 continue
+            index = indices.setdefault(note.settings, len(indices))
             versions.append(note.span)
-            sampled_with.append(indices.setdefault(note.settings, len(indices)))
+            sampled_with.append(index)
         return cls(versions=versions, settings=list(indices), sampled_with=sampled_with)
 
     def notes(self) -> list[Note | None]:
         """Returns the notes that `of` was given."""
         notes = []
         for span, index in zip(self.versions, self.sampled_with, strict=True):
-            notes.append(None if span is None else Note(span, self.settings[index]))
+            note = None
+            if span is not None:
+                note = Note(span, self.settings[index])
+            notes.append(note)
         return notes
 
 

@@ -280,7 +280,7 @@ def run(recipe: "Recipe") -> None:
     from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.protocol import TOKEN_VARIABLE
-    from trl_atropos.recipe import check_files, check_reports
+    from trl_atropos.recipe_checks import check_files, check_reports
     from trl_atropos.report.hub import make_repository
     from trl_atropos.services.environments import Disconnector
     from trl_atropos.services.manager import Services
@@ -405,7 +405,7 @@ def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str)
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
         env = {}
-        if training.vllm_mode == "colocate" and len(urls) > 1:
+        if training.mode.shares_memory and len(urls) > 1:
             # each process trains where its server is
             device = visible.split(",")[index] if visible else str(index)
             env = {"CUDA_VISIBLE_DEVICES": device}

@@ -145,7 +145,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 eval_dataset=None if evaluator is None else no_dataset,
                 **kwargs,
             )
-            requirements.require_trainable(self)
+            requirements.require_trainable_model(self)
             self.computation = Computation(self)
             self._batch = self._batch_of([])  # the current one; the probe scores before the first
             has_masters = args.master_weights and not self.is_sharded

@@ -27,9 +27,10 @@ from tests.batches import families
 from tests.batches.test_packing import FORWARD
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.batches import numerics, packing
+from trl_atropos.batches import numerics, packed_attention
 from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
-from trl_atropos.batches.packing import How, score_all
+from trl_atropos.batches.packed_attention import RowFormat
+from trl_atropos.batches.packing import score_all
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import server_flags
 from trl_atropos.server.launch import vllm_arguments
@@ -96,7 +97,7 @@ def make_model(family: str) -> torch.nn.Module:
     shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     made = model(config(**shape, **heads, **own)).train()
-    packing.use_packed_attention(made)
+    packed_attention.use_packed_attention(made)
     add_fused_lm_head(made, outputs=("log_probs", "entropy"))
     return made
 
@@ -108,7 +109,7 @@ def scores(model: torch.nn.Module, packed: bool = True) -> torch.Tensor:
     mask = ((columns >= begin) & (columns < end)).long()
     if packed:
         parts = [slice(0, 2), slice(2, 4)]
-        return score_all(FORWARD, model, ids, mask, C, parts, How.of(model, CPU, None, 1))[0]
+        return score_all(FORWARD, model, ids, mask, C, parts, RowFormat.of(model, CPU, None, 1))[0]
     return FORWARD(model, ids, torch.ones_like(ids), C)[0]  # all as long, as in the probe
 
 
@@ -120,7 +121,7 @@ def test_the_forward_pass_and_its_gradients_are_those_of_the_model(family, packe
     for exact in (False, True):
         model = make_model(family)
         if exact:
-            Exact(model, How.of(model, CPU, None, 1), TorchKernels(model.config)).install()
+            Exact(model, RowFormat.of(model, CPU, None, 1), TorchKernels(model.config)).install()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         logprobs = scores(model, packed)
@@ -137,7 +138,7 @@ def test_every_value_is_the_kernels(kernel, monkeypatch):
     """A kernel that rounds changes the scores as much as if the model rounded there."""
     model = make_model("Qwen3")
     kernels = TorchKernels(model.config)
-    Exact(model, How.of(model, CPU, None, 1), kernels).install()
+    Exact(model, RowFormat.of(model, CPU, None, 1), kernels).install()
     before, compute = scores(model), getattr(kernels, kernel)
 
     def rounded(*arguments):
@@ -179,7 +180,7 @@ def test_a_head_in_float32_rounds_no_logits_and_leaves_the_weights_as_they_are(t
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=tied))
     model.lm_head.weight.data *= 50  # logits of more than 1, which 16 bits round
     model = model.bfloat16()
-    packing.use_packed_attention(model)
+    packed_attention.use_packed_attention(model)
     ids = torch.randint(97, (2, 12))
     states = model.model(input_ids=ids).last_hidden_state[:, -9:-1].double()
     logits = states @ model.lm_head.weight.double().t() / 0.7

@@ -19,7 +19,7 @@ from benchmarks.models import make_model as write_model
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.batches import packing, trial
+from trl_atropos.batches import packed_attention, packing, trial
 from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.micro_batches import without_padding
 from trl_atropos.weights.model_setup import keep_soft_cap, prepare_model
@@ -58,7 +58,7 @@ def load(folder) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     keep_soft_cap(model)
     prepare_model(model, warn=False)
-    packing.use_packed_attention(model)
+    packed_attention.use_packed_attention(model)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
@@ -88,29 +88,29 @@ def padded_alike(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarra
     return ids, mask, np.array([5, 5, 3, 1, 5])
 
 
-def how_of(model, multiple: int = 1) -> packing.How:
-    return packing.How.of(model, CPU, None, multiple)
+def row_format_of(model, multiple: int = 1) -> packed_attention.RowFormat:
+    return packed_attention.RowFormat.of(model, CPU, None, multiple)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_scored_alike_or_padded(name, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     model = load(tmp_path)
-    why = trial.why_padded(model, model, how_of(model))
+    why = trial.why_padded(model, model, row_format_of(model))
     assert (why is None) == (name not in PADDED), why
     if why is not None:
         assert PADDED[name] in why
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
-    scored_as_apart(model, ids, mask, how_of(model), None)
-    assert trial.why_unshared(model, model, how_of(model)) is None
-    ids, mask, alike = padded_alike(model.config.get_text_config().vocab_size - 1)
-    scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), alike)
+    scored_as_apart(model, ids, mask, row_format_of(model), None)
+    assert trial.why_unshared(model, model, row_format_of(model)) is None
+    ids, mask, prompt_numbers = padded_alike(model.config.get_text_config().vocab_size - 1)
+    scored_as_apart(model, ids, mask, row_format_of(model)._replace(shares=True), prompt_numbers)
 
 
-def scored_as_apart(model, ids, mask, how, alike) -> None:
-    parts = [slice(0, 2), slice(2, 5)] if alike is None else [slice(0, 5)]
-    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, how, alike)
+def scored_as_apart(model, ids, mask, row_format, prompt_numbers) -> None:
+    parts = [slice(0, 2), slice(2, 5)] if prompt_numbers is None else [slice(0, 5)]
+    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, row_format, prompt_numbers)
     apart = without_padding(partial(FORWARD, model), ids, mask, C, [slice(0, 4), slice(4, 5)])
     for mine, other in zip(packed[:2], apart[:2], strict=True):
         assert (mine - other).abs().max() <= 1e-5
@@ -137,7 +137,7 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
         scores = (row * scored)[:, 1:].float()  # of a token where the one before it stands
         return scores, -scores, None
 
-    layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, how_of(policy, multiple))
+    layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, row_format_of(policy, multiple))
     scores, entropies, auxiliary = packing.score_packed(forward, model, ids, C, layout)
     assert torch.equal(scores, (ids * mask)[:, P:].float())
     assert torch.equal(entropies, -scores)
@@ -158,8 +158,8 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
 
 def test_examples_in_the_comments_are_true():
     """Of rollouts `. a | b .` and `c d | e f`, then of `c d | b .` and `c d | e f`."""
-    how = packing.How(packing.ATTENTION, CPU, torch.float32)
-    packed = packing.Layout.of([1, 2], [1, 2], 2, 2, how)
+    row_format = packed_attention.RowFormat(packed_attention.ATTENTION, CPU, torch.float32)
+    packed = packing.Layout.of([1, 2], [1, 2], 2, 2, row_format)
     assert packed.tokens.tolist() == [[1, 2, 4, 5, 6, 7]]
     assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert packed.scored.tolist() == [[0, 1, 0, 0, 1, 1]]
@@ -172,19 +172,23 @@ def test_examples_in_the_comments_are_true():
     assert padded.predicts.tolist() == [0, 5, 6]
     assert padded.columns.tolist() == [0, 2, 3]
 
-    shared = packing.Layout.of([2, 2], [1, 2], 2, 2, how._replace(shares=True), alike=[0, 0])
+    shared = packing.Layout.of(
+        [2, 2], [1, 2], 2, 2, row_format._replace(shares=True), prompt_numbers=[0, 0]
+    )
     assert shared.tokens.tolist() == [[0, 1, 2, 5, 6, 7]]
     assert shared.inputs["position_ids"].tolist() == [[0, 1, 2, 1, 2, 3]]
     assert shared.inputs["rollout_keys"].tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
     assert shared.inputs["rollout_lengths"].tolist() == [[1, 2, 3], [1, 3, 4]]
-    assert packing._mask(2, 4, 2, CPU).int().tolist() == [[[[0, 1, 1, 0], [0, 0, 1, 1]]]]
+    assert packed_attention._mask(2, 4, 2, CPU).int().tolist() == [[[[0, 1, 1, 0], [0, 0, 1, 1]]]]
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
     """But for its last token, which predicts another one in each of them."""
-    how = how_of(policy, multiple)._replace(shares=True)
-    layout = packing.Layout.of([4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how, alike=[1, 1, 0, 1])
+    row_format = row_format_of(policy, multiple)._replace(shares=True)
+    layout = packing.Layout.of(
+        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, row_format, prompt_numbers=[1, 1, 0, 1]
+    )
     places = torch.arange(4 * 9).view(4, 9)  # into the flattened (B, P + C)
     prompt, third = places[0, :3], places[2, 2:]
     rest = [places[1, 3:6], places[0, 3:7], places[3, 3:7]]  # the shorter one first
@@ -207,13 +211,13 @@ def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatc
     their keys."""
 
     def kernel(
-        query, key, value, borders, key_borders, most, most_keys, *, scale, window_size, enable_gqa
+        query, key, value, *, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa
     ):
-        assert [most, most_keys] == [
-            int(each.diff().max()) for each in (borders, key_borders)
-        ] and enable_gqa
+        assert max_q == int(cu_seq_q.diff().max())
+        assert max_k == int(cu_seq_k.diff().max())
+        assert enable_gqa
         attended = []
-        for begin, end, first, last in zip(borders, borders[1:], key_borders, key_borders[1:]):
+        for begin, end, first, last in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:]):
             distance = torch.arange(last - first - (end - begin), last - first)[
                 :, None
             ] - torch.arange(last - first)
@@ -232,7 +236,7 @@ def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatc
         return torch.cat(attended)
 
     layout = packing.Layout.of(
-        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how_of(policy)._replace(shares=True), [1, 1, 0, 1]
+        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, row_format_of(policy)._replace(shares=True), [1, 1, 0, 1]
     )
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -242,12 +246,16 @@ def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatc
     options = {"scaling": 0.3, "sliding_window": window}
     layer = policy.model.layers[0].self_attn
     monkeypatch.setattr(layer, "num_key_value_groups", 2)
-    apart, _ = packing.attend(layer, query, key, value, None, keys, lengths, dropout=0.0, **options)
+    apart, _ = packed_attention.attend(
+        layer, query, key, value, None, keys, lengths, dropout=0.0, **options
+    )
     borders, key_borders = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
     options |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": key_borders}
     options |= {"max_length_q": int(lengths[0].max()), "max_length_k": int(lengths[1].max())}
-    monkeypatch.setattr(packing, "varlen_attn", kernel)
-    at_once, _ = packing.attend(layer, query, key, value, None, keys, dropout=0.0, **options)
+    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    at_once, _ = packed_attention.attend(
+        layer, query, key, value, None, keys, dropout=0.0, **options
+    )
     torch.testing.assert_close(at_once, apart)
 
 
@@ -255,7 +263,7 @@ def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(p
     """With queries of 0, all keys that a token sees have the same weight."""
     count = 2000
     layout = packing.Layout.of(
-        [4] * count, [1] * count, 4, 1, how_of(policy)._replace(shares=True), [0] * count
+        [4] * count, [1] * count, 4, 1, row_format_of(policy)._replace(shares=True), [0] * count
     )
     # three tokens of the prompt, then its last one and a completion of each rollout
     length = layout.tokens.numel()
@@ -265,7 +273,7 @@ def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(p
     )
     value.requires_grad_()
     places = layout.inputs["rollout_keys"], layout.inputs["rollout_lengths"]
-    attended, _ = packing.attend(
+    attended, _ = packed_attention.attend(
         policy.model.layers[0].self_attn, query, key, value, None, *places, dropout=0.0
     )
     attended.sum().backward()
@@ -275,12 +283,21 @@ def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(p
     torch.testing.assert_close(value.grad[0, 0, :3, 0].float(), expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("prompts, alike", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)])
-def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(policy, prompts, alike):
-    how = how_of(policy)._replace(shares=True)
-    assert "rollout_keys" not in packing.Layout.of(prompts, [9, 9], 3, 9, how, alike).inputs
+@pytest.mark.parametrize(
+    "prompts, prompt_numbers", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)]
+)
+def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(
+    policy, prompts, prompt_numbers
+):
+    row_format = row_format_of(policy)._replace(shares=True)
+    assert (
+        "rollout_keys"
+        not in packing.Layout.of(prompts, [9, 9], 3, 9, row_format, prompt_numbers).inputs
+    )
     # 2 of 86 tokens
-    assert "rollout_keys" not in packing.Layout.of([3, 3], [40, 40], 3, 40, how, [0, 0]).inputs
+    assert (
+        "rollout_keys" not in packing.Layout.of([3, 3], [40, 40], 3, 40, row_format, [0, 0]).inputs
+    )
 
 
 def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
@@ -308,12 +325,14 @@ def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatc
 def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
     ids, mask = padded(250)
     mask[1:3, P:] = 0
-    scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], how_of(policy))[0]
+    scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], row_format_of(policy))[
+        0
+    ]
     apart = without_padding(partial(FORWARD, policy), ids, mask, C, [slice(0, 5)])[0]
     assert (scores - apart).abs().max() <= 1e-5
     assert not scores[1:3].any()
     none = packing.score_all(
-        FORWARD, policy, ids[1:3], mask[1:3], C, [slice(0, 2)], how_of(policy)
+        FORWARD, policy, ids[1:3], mask[1:3], C, [slice(0, 2)], row_format_of(policy)
     )[0]
     assert none.shape == (2, C)
     assert not none.any()
@@ -322,7 +341,7 @@ def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
 def test_models_on_gpus_in_16_bits_get_the_borders_of_one_kernel(policy):
     """What `varlen_attn` takes: the CPU has no such kernel."""
     inputs = (
-        how_of(policy)
+        row_format_of(policy)
         ._replace(attention="flash_attention_2")
         .inputs(torch.arange(3)[None], torch.tensor([2, 1]).numpy())
     )
@@ -369,10 +388,10 @@ def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
             Qwen3MoeConfig(**sizes, hidden_size=2048, intermediate_size=6144)
         )
     gpu = torch.device("cuda")
-    assert packing.worth_compiling(large, gpu)
-    assert not packing.worth_compiling(large, CPU)
-    assert not packing.worth_compiling(small, gpu)
-    assert not packing.worth_compiling(experts, gpu)
+    assert packed_attention.worth_compiling(large, gpu)
+    assert not packed_attention.worth_compiling(large, CPU)
+    assert not packed_attention.worth_compiling(small, gpu)
+    assert not packed_attention.worth_compiling(experts, gpu)
 
 
 @pytest.mark.gpu
@@ -384,19 +403,19 @@ def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
 def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, shares, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
-    how = packing.How.of(packed, torch.device("cuda"), None, 1)
-    assert trial.why_padded(packed, packed, how) is None
+    row_format = packed_attention.RowFormat.of(packed, torch.device("cuda"), None, 1)
+    assert trial.why_padded(packed, packed, row_format) is None
     if compiled:
-        packing.compile_layers(packed)
-    assert trial.why_unshared(packed, packed, how) is None
-    ids, mask, alike = padded_alike(250) if shares else (*padded(250), None)
+        packed_attention.compile_layers(packed)
+    assert trial.why_unshared(packed, packed, row_format) is None
+    ids, mask, prompt_numbers = padded_alike(250) if shares else (*padded(250), None)
     ids, mask, parts = (
         ids.cuda(),
         mask.cuda(),
         [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)],
     )
     scores = packing.score_all(
-        FORWARD, packed, ids, mask, C, parts, how._replace(shares=shares), alike
+        FORWARD, packed, ids, mask, C, parts, row_format._replace(shares=shares), prompt_numbers
     )[0]
     apart = without_padding(partial(FORWARD, alone), ids, mask, C, [slice(0, 4), slice(4, 5)])[0]
     rounding = 0.05 if dtype == torch.bfloat16 else 5e-3  # of the embeddings' 250 tokens; TF32
@@ -488,20 +507,20 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, adapter
     if adapter:
         inject_adapter_in_model(LoraConfig(target_modules="all-linear"), model)
     model.to(device, torch.bfloat16)
-    packing.use_packed_attention(model)
+    packed_attention.use_packed_attention(model)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    how = packing.How.of(model, torch.device(device), None, 1)
+    row_format = packed_attention.RowFormat.of(model, torch.device(device), None, 1)
     if device == "cpu":
-        how = how._replace(attention="flash_attention_2")
+        row_format = row_format._replace(attention="flash_attention_2")
 
-        def kernel(query, key, _value, borders, _, *most, **__):
-            return kernel_of_any_lengths(query, key, borders, *most)
+        def kernel(query, key, _value, *, cu_seq_q, max_q, max_k, **_):
+            return kernel_of_any_lengths(query, key, cu_seq_q, max_q, max_k)
 
-        monkeypatch.setattr(packing, "varlen_attn", kernel)
-    packing.compile_layers(model)
+        monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    packed_attention.compile_layers(model)
     before, compiled = counters["stats"]["unique_graphs"], []
     for lengths in ROWS[device]:
-        layout = packing.Layout.of([1] * len(lengths), lengths, 1, max(lengths), how)
+        layout = packing.Layout.of([1] * len(lengths), lengths, 1, max(lengths), row_format)
         layout.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         ids = torch.ones(len(lengths), 1 + max(lengths), dtype=torch.int64, device=device)
         packing.score_packed(FORWARD, model, ids, max(lengths), layout)[0].sum().backward()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils, modeling_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.batches.test_packing import LEAKS, how_of
+from tests.batches.test_packing import LEAKS, row_format_of
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
 from tests.weights.architectures import (
     BASE,
@@ -23,7 +23,7 @@ from tests.weights.architectures import (
     change,
     make_model,
 )
-from trl_atropos.batches import packing, trial
+from trl_atropos.batches import packed_attention, packing, trial
 from trl_atropos.errors import RecipeError
 from trl_atropos.weights.model_setup import prepare_model
 
@@ -88,17 +88,17 @@ def made(family: Family, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     )
     change(dict(model.named_parameters()), seed=1, scale=0.05 if dtype is torch.float32 else 0.02)
     prepare_model(model.to(dtype).train(), warn=False)
-    packing.use_packed_attention(model)
+    packed_attention.use_packed_attention(model)
     return model
 
 
 def why_padded(model: torch.nn.Module) -> str | None:
-    return trial.why_padded(model, model, how_of(model))
+    return trial.why_padded(model, model, row_format_of(model))
 
 
 def own(model: torch.nn.Module, rollout: torch.Tensor) -> torch.Tensor:
     """(T - 1,), by nothing but Transformers."""
-    packing.use_own_attention(model)
+    packed_attention.use_own_attention(model)
     logprobs = model(rollout[None], use_cache=False).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, rollout[1:, None])[:, 0]
 
@@ -114,12 +114,12 @@ def test_family_that_cannot_be_packed_is_refused(name, dtype):
 def test_packed_rollouts_are_what_the_model_computes_of_each_alone(name):
     model = made(PACKED[name])
     assert why_padded(model) is None
-    assert trial.why_unshared(model, model, how_of(model)) is None
+    assert trial.why_unshared(model, model, row_format_of(model)) is None
     rollouts = torch.randint(2, 300, (224,), generator=torch.Generator().manual_seed(0)).split(
         [60, 7, 90, 7, 60]
     )
     completions = [len(rollout) - 1 for rollout in rollouts]
-    layout = packing.Layout.of([1] * 5, completions, 1, max(completions), how_of(model))
+    layout = packing.Layout.of([1] * 5, completions, 1, max(completions), row_format_of(model))
     ids = torch.nn.utils.rnn.pad_sequence(rollouts, batch_first=True)
 
     def forward(packed, row, scored, keep):
@@ -199,13 +199,13 @@ def test_leak_into_a_shared_prompt_is_found():
 
     attention.forward = leaky
     assert why_padded(model) is None
-    assert LEAKS in trial.why_unshared(model, model, how_of(model))
+    assert LEAKS in trial.why_unshared(model, model, row_format_of(model))
     attention.forward = lambda *args, rollout_keys=None, **options: (
         whole(*args, rollout_keys=rollout_keys, **options)[0]
         * (1 if rollout_keys is None else 1 + SIZE),
         None,
     )
-    assert "not computed as it is alone" in trial.why_unshared(model, model, how_of(model))
+    assert "not computed as it is alone" in trial.why_unshared(model, model, row_format_of(model))
 
 
 def test_trial_leaves_the_model_and_transformers_as_they_were():
@@ -223,7 +223,7 @@ def test_trial_leaves_the_model_and_transformers_as_they_were():
             "ZeroDivisionError" in (why or "ZeroDivisionError")
         )
         assert [dict(registry) for registry in registries] == before
-        assert model.config._attn_implementation == packing.ATTENTION
+        assert model.config._attn_implementation == packed_attention.ATTENTION
 
 
 def test_refused_model_is_padded_with_its_own_attention(tiny_model, tmp_path, caplog):

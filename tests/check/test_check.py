@@ -143,7 +143,7 @@ def test_environment_file_has_what_the_run_knows(desk):
             {"config": {"weight": 2}}, temperature=0.7, seed=3, per_device_train_batch_size=32
         )
     )
-    content = recipe.environment_file(recipe.environments[0])
+    content = recipe.environment_content(recipe.environments[0])
     assert content["env"] == {
         "rollout_server_url": recipe.training.atropos_url,
         "tokenizer_name": str(desk.model),
@@ -163,7 +163,7 @@ def test_environment_file_has_what_the_run_knows(desk):
 def test_environment_state_is_kept_for_a_resumed_run(desk):
     recipe = parse(desk.recipe())
     [spec] = recipe.environments
-    state = Path(recipe.environment_file(spec)["env"]["state_file"])
+    state = Path(recipe.environment_content(spec)["env"]["state_file"])
     recipe.write_environment_file(spec)
     state.write_text("7")
     recipe.training.resume_from_checkpoint = "run/checkpoint-7"
@@ -211,7 +211,7 @@ def test_report_is_no_wider_than_the_terminal(desk, monkeypatch):
 def test_stated_settings_of_an_environment_win(desk):
     argv = desk.configured(max_batches_offpolicy=2, use_wandb=True, wandb_name="other")
     recipe = parse(argv)
-    settings = recipe.environment_file(recipe.environments[0])["env"]
+    settings = recipe.environment_content(recipe.environments[0])["env"]
     assert (settings["use_wandb"], settings["wandb_name"]) == (True, "other")
     assert (settings["max_batches_offpolicy"], settings["max_num_workers"]) == (2, 16)
 

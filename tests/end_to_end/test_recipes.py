@@ -114,7 +114,8 @@ def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_mode
     urls = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
     parsed = parse(["--config", recipe, "--model_name_or_path", str(tiny_model), "--bf16", "false"])
     sampled = [
-        server["base_url"] for server in parsed.environment_file(parsed.environments[0])["openai"]
+        server["base_url"]
+        for server in parsed.environment_content(parsed.environments[0])["openai"]
     ]
     # Twice the same, as Atropos ignores the URL of a single one.
     assert sampled == [f"{url}/v1" for url in (urls if len(urls) > 1 else urls * 2)]

@@ -135,7 +135,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/packing.py",
-        "is_shared = (sizes > 1) & (prompts[first] > 1)",
+        "is_shared = (sizes > 1) & (prompt_lengths[firsts] > 1)",
         "is_shared = sizes >= 1",
         "tests/batches/test_packing.py::test_a_prompt_that_rollouts_share_stands_in_the_row_once",
     ),
@@ -146,7 +146,7 @@ MUTATIONS: list[Mutation] = [
         "tests/batches/test_packing.py::test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win",
     ),
     Mutation(
-        "trl_atropos/batches/packing.py",
+        "trl_atropos/batches/packed_attention.py",
         "distance < reach",
         "distance <= reach",
         "tests/batches/test_packing.py::test_one_kernel_is_given_the_keys_of_each_rollout",

@@ -19,9 +19,9 @@ TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)
 LONGEST_FUNCTION = 79  # lines
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the
-# top down; `errors`, `flags`, `logging`, `protocol` and the package's own names may be imported
-# everywhere.
-EVERYBODYS = {"trl_atropos", "errors", "flags", "logging", "protocol"}
+# top down; `errors`, `flags`, `logging`, `modes`, `protocol` and the package's own names may be
+# imported everywhere.
+EVERYBODYS = {"trl_atropos", "errors", "flags", "logging", "modes", "protocol"}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {
@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "config",
         "environment_entry",
         "recipe",
+        "recipe_checks",
         "report",
         "rollouts",
         "server",
@@ -48,6 +49,7 @@ MAY_IMPORT = {
     },
     "train": {
         "recipe",
+        "recipe_checks",
         "rollouts",
         "services",
         "trainer",
@@ -77,7 +79,15 @@ MAY_IMPORT = {
         "services",
         "weights",
     },
-    "recipe": {"config", "distributed", "environment_entry", "rollouts", "services", "weights"},
+    "recipe": {"config", "environment_entry", "recipe_checks", "rollouts", "services"},
+    "recipe_checks": {
+        "config",
+        "distributed",
+        "environment_entry",
+        "rollouts",
+        "services",
+        "weights",
+    },
     "report": {"config", "metrics", "rollouts", "services"},
     "weights": {"config", "distributed", "metrics", "server_client", "services", "tensors"},
     "front": {"server", "services"},

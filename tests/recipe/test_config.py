@@ -18,10 +18,10 @@ from trl_atropos.config import (
     LOSS_TYPES,
     REMOVED,
     UNUSED_FIELDS,
-    VLLM_MODES,
     described,
 )
-from trl_atropos.recipe import PARTS, RecipeError, ServicesConfig, _check_keys, parse
+from trl_atropos.modes import MODES
+from trl_atropos.recipe import PARTS, RecipeError, ServicesConfig, _load_checked, parse
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
 OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
@@ -92,13 +92,13 @@ def test_recorded_rollouts_may_be_trained_sharded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "colocate"])
 def test_mode_that_copies_weights_may_be_sharded(monkeypatch, mode, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
     assert configure(vllm_mode=mode).vllm_mode == mode
 
 
-@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "colocate"])
 def test_mode_that_copies_weights_may_publish_rarely(mode):
     assert configure(vllm_mode=mode, sync_every_n_steps=5).sync_every_n_steps == 5
 
@@ -211,7 +211,7 @@ def test_default_may_stand_in_a_recipe(tmp_path):
     defaults |= {"resume_from_checkpoint": False, "fsdp": False, "scale_rewards": False}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(USUAL | defaults))
-    _check_keys(str(path), {*USUAL, *defaults})
+    _load_checked(str(path), {*USUAL, *defaults})
 
 
 def test_flags_override_the_recipe(tmp_path):

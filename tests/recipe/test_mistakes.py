@@ -8,7 +8,8 @@ from tests.recipe.mistakes import MISTAKES, holds
 from trl_atropos.check import examine
 from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, parse_entries
 from trl_atropos.errors import ERROR, AtroposTrainingError, RecipeError
-from trl_atropos.recipe import check_files, check_reports, parse
+from trl_atropos.recipe import parse
+from trl_atropos.recipe_checks import check_files, check_reports
 
 
 @pytest.fixture

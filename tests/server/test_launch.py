@@ -15,10 +15,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan, case_of
 from trl_atropos.flags import PARALLEL, parallel, stated_flags
-from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 
+ADAPTER_MODES = ("nccl_lora", "lora")
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
 
 

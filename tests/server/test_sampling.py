@@ -13,9 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 from trl_atropos.server.plane import Refused
 from trl_atropos.server.sampling import (
     LOWEST_LOGPROB,
-    NUMBERS_OF,
     _sampled_logprobs,
-    _settings,
+    _settings_of,
     parse,
 )
 
@@ -47,7 +46,7 @@ def test_a_model_that_computes_nan_is_an_error_of_the_server(flat):
 
 @pytest.mark.parametrize(("asked", "noted"), [(-1, 0), (0, 0), (20, 20)])
 def test_all_tokens_are_noted_in_one_way(asked, noted):
-    settings = _settings(*NUMBERS_OF(SamplingParams(temperature=0.5, top_k=asked, min_p=0.1)))
+    settings = _settings_of(SamplingParams(temperature=0.5, top_k=asked, min_p=0.1), ())
     assert (settings.temperature, settings.top_k, settings.min_p) == (0.5, noted, 0.1)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.tensors import channel
 from trl_atropos.tensors.channel import (
@@ -22,7 +23,7 @@ from trl_atropos.tensors.fingerprint import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.full_weights import FullWeights
-from trl_atropos.weights.transfer import send_messages
+from trl_atropos.weights.transfer import open_channel, send_messages
 
 
 def test_an_arena_is_opened_as_the_same_memory():
@@ -44,6 +45,17 @@ def test_memory_of_another_size_or_of_somebody_else_is_refused(name, size):
     finally:
         if name == "another":
             os.close(descriptor)
+
+
+def test_unknown_transport_is_refused():
+    cpu = torch.device("cpu")
+    message = "no transport 'rdma': it must be gloo, nccl or memory"
+    with pytest.raises(ChannelError, match=message):
+        open_group("rdma", cpu, [], 1.0)
+    with pytest.raises(ChannelError, match=message):
+        open_receiver({"kind": "rdma"}, 0, cpu)
+    with pytest.raises(AttachError, match="is 'rdma': set it to auto, nccl, gloo or memory"):
+        open_channel("rdma", SimpleNamespace(), cpu, 16)
 
 
 def test_a_message_that_does_not_fit_into_the_shared_buffer_is_refused():

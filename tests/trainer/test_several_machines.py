@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.sharded import launch
-from trl_atropos.recipe import RecipeError, check_files, parse
+from trl_atropos.recipe import RecipeError, parse
+from trl_atropos.recipe_checks import check_files
 from trl_atropos.train import _heed_ddp_timeout, _lost_contact
 
 pytestmark = pytest.mark.slow

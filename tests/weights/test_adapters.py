@@ -201,10 +201,10 @@ def test_bias_that_no_layer_could_take_is_refused_where_it_is_merged(tiny_model)
 )
 def test_model_of_an_adapter_that_can_be_trained_is_ready(name):
     model = get_peft_model(small_model(), CONFIGS[name][0](), adapter_name="mine")
-    adapters.require_trainable(model, 0.0)
+    adapters.require_trainable_adapter(model, 0.0)
     model.requires_grad_(False)
     with pytest.raises(RecipeError, match="Nothing of the adapter 'mine' is trainable"):
-        adapters.require_trainable(model, 0.0)
+        adapters.require_trainable_adapter(model, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,15 @@ from tests.weights import trainers
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import AttachError, ProbeError, RecipeError, ServerError
-from trl_atropos.protocol import ADAPTER_MODES, machine_id
+from trl_atropos.protocol import machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 from trl_atropos.weights.transfer import choose_transport
 
 pytestmark = pytest.mark.server
 
-MODES = ("colocate", "server", "nccl_lora", "lora")
+ADAPTER_MODES = ("nccl_lora", "lora")
+MODES = ("colocate", "server", *ADAPTER_MODES)
 Build = Callable[..., AtroposGRPOTrainer]
 
 

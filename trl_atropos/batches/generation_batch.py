@@ -37,6 +37,7 @@ from trl_atropos.batches.micro_batches import (
     trim,
     without_padding,
 )
+from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class GenerationBatch:
         rollouts: of all ranks, in the order in which they came.
         args: the settings of the run.
         accelerator: gives this rank's number, and gathers from the others.
-        packs: how rollouts are packed; None if they are padded.
+        packs: the format of packed rows; None if rollouts are padded.
         multiple: the width of what the model gets is a multiple of this.
 
     Attributes:
@@ -71,7 +72,7 @@ class GenerationBatch:
         rollouts: list[Rollout],
         args: "AtroposGRPOConfig",
         accelerator: Accelerator,
-        packs: packing.How | None,
+        packs: RowFormat | None,
         multiple: int = 1,
     ):
         self.rollouts = rollouts
@@ -121,7 +122,7 @@ class GenerationBatch:
         order. `step` is the optimizer step, by which the plan of each batch is drawn anew."""
         args = self._args
         packed = self._packs is not None
-        alike = packing.alike(self.rollouts) if packed and self._packs.shares else None
+        alike = packing.number_prompts(self.rollouts) if packed and self._packs.shares else None
         self.plan = plan(
             [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in self.rollouts],
             self._accelerator.num_processes,

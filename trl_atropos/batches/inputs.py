@@ -102,12 +102,21 @@ def importance_ratio(logprobs: Tensor, batch: Batch, args: "AtroposGRPOConfig") 
 
     Returns:
         `(B, C)`, or `(B, 1)` for a mode of sequences; 1 if nothing is known or trained.
+
+    Raises:
+        ValueError: The mode of `args` is not known.
     """
     mode = args.vllm_importance_sampling_mode
+    level, _, bound = mode.partition("_")
+    if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
+        raise ValueError(
+            f"`vllm_importance_sampling_mode` is {mode!r}: set it to one of token_truncate, "
+            "token_mask, sequence_truncate, sequence_mask."
+        )
     mask = batch["completion_mask"] * batch["tool_mask"]
     log_ratio = logprobs - batch["sampling_per_token_logps"]
     log_ratio = (log_ratio * mask).nan_to_num(nan=0.0)
-    if mode.startswith("sequence"):
+    if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     low = args.vllm_importance_sampling_clip_min
     if low is None:
@@ -116,9 +125,9 @@ def importance_ratio(logprobs: Tensor, batch: Batch, args: "AtroposGRPOConfig") 
     if high is None:
         high = math.inf
     ratio = log_ratio.exp()
-    if mode.endswith("truncate"):
+    if bound == "truncate":
         return ratio.clamp(low, high)
-    is_outside = (ratio < low) | (ratio > high)
+    is_outside = (ratio < low) | (ratio > high)  # `bound` is "mask"
     return ratio.masked_fill(is_outside, 0.0)
 
 

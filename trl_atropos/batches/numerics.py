@@ -31,7 +31,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_atropos.batches.packing import How, attend
+from trl_atropos.batches.packed_attention import RowFormat, attend
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import LONGEST_QUERY
 
@@ -58,9 +58,9 @@ def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) 
     if args.numerics == "float32_head":
         use_float32_head(model, args.temperature)
     elif args.numerics == "bitwise":
-        how = How.of(model, device, None, 1)
+        row_format = RowFormat.of(model, device, None, 1)
         kernels = Kernels(model.config, device, model.dtype)
-        Exact(model, how, kernels).install()
+        Exact(model, row_format, kernels).install()
 
 
 def _why_unavailable(
@@ -222,7 +222,7 @@ class Pages:
         """
         Args:
             positions: (T,), of each token in its rollout.
-            rollouts: where these are in the row, from `packing.How.inputs`.
+            rollouts: where these are in the row, from `packed_attention.RowFormat.inputs`.
         """
         self.rollouts = rollouts
         if "rollout_lengths" in rollouts:
@@ -296,9 +296,9 @@ class _Linear(torch.autograd.Function):
 class Exact:
     """Computes the forward pass of a model by `kernels`."""
 
-    def __init__(self, model: PreTrainedModel, how: How, kernels: Any):
+    def __init__(self, model: PreTrainedModel, row_format: RowFormat, kernels: Any):
         self.model = model
-        self.how = how
+        self.row_format = row_format
         self.kernels = kernels
         self.backbone = model.base_model
         self._fused = model.forward
@@ -345,12 +345,12 @@ class Exact:
         Args:
             input_ids: a row of rollouts, or a batch of sequences that are all as long, without
                 padding.
-            rollouts: where they are in the row, from `packing.How.inputs`.
+            rollouts: where they are in the row, from `packed_attention.RowFormat.inputs`.
         """
         count, length = input_ids.shape
         if position_ids is None:
             positions = torch.arange(length, device=input_ids.device).repeat(count)[None]
-            rollouts = self.how.inputs(positions, np.full(count, length))
+            rollouts = self.row_format.inputs(positions, np.full(count, length))
             position_ids = rollouts.pop("position_ids")
             rollouts.pop("attention_mask")
         positions = position_ids[0]  # (T,)

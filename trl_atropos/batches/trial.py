@@ -27,14 +27,14 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_atropos.batches.packing import (
+from trl_atropos.batches.packed_attention import (
     ATTENTION,
     FLASH,
-    How,
-    Layout,
+    RowFormat,
     has_experts,
     use_own_attention,
 )
+from trl_atropos.batches.packing import Layout
 
 # Tokens of the rollouts that a model is tried with, in the order of the batch. The row sorts them
 # by length, and attention takes those of the same length at once.
@@ -68,7 +68,7 @@ ALONE = {2: Bound(0.6, 0.1), 4: Bound(1e-3, 1e-4), 8: Bound(1e-5, 1e-6)}
 
 
 @torch.no_grad()
-def why_padded(model: Any, policy: PreTrainedModel, how: How) -> str | None:
+def why_padded(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> str | None:
     """
     Returns why rollouts of this model cannot share a row, or `None` if they can.
 
@@ -77,19 +77,19 @@ def why_padded(model: Any, policy: PreTrainedModel, how: How) -> str | None:
         policy: `model` without wrappers.
     """
     implementation = policy.config._attn_implementation
-    if implementation != how.attention or implementation not in (ATTENTION, *FLASH):
+    if implementation != row_format.attention or implementation not in (ATTENTION, *FLASH):
         return f"its attention is computed by `{implementation}`"
     try:
-        with own_attention(policy, how) as name, watched_attention(name) as calls:
-            rollout, *_ = _tokens(policy, how, TRIED)
+        with own_attention(policy, row_format) as name, watched_attention(name) as calls:
+            rollout, *_ = _tokens(policy, row_format, TRIED)
             _own_logprobs(model, rollout)
         lengths = _lengths_beyond_windows(calls)
-        sequences = _tokens(policy, how, [*lengths, *lengths])
+        sequences = _tokens(policy, row_format, [*lengths, *lengths])
         reason = None
-        if how.attention == ATTENTION:
+        if row_format.attention == ATTENTION:
             reason = _why_not_rebuilt(calls)
         if reason is None:
-            reason = _why_not_alike(model, policy, how, sequences, prompt=1)
+            reason = _why_not_alike(model, policy, row_format, sequences, prompt=1)
         if reason is None:
             reason = _why_not_known(policy.config.get_text_config(), calls)
         return reason
@@ -98,14 +98,14 @@ def why_padded(model: Any, policy: PreTrainedModel, how: How) -> str | None:
 
 
 @torch.no_grad()
-def why_unshared(model: Any, policy: PreTrainedModel, how: How) -> str | None:
+def why_unshared(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> str | None:
     """Returns why rollouts of this model, which can be packed, cannot share their prompt, or `None`
     if they can."""
-    if how.attention != ATTENTION:
-        return f"its attention is computed by `{how.attention}`"
-    prompt, *completions = _tokens(policy, how, [SHARED_PROMPT, *TRIED, *TRIED])
+    if row_format.attention != ATTENTION:
+        return f"its attention is computed by `{row_format.attention}`"
+    prompt, *completions = _tokens(policy, row_format, [SHARED_PROMPT, *TRIED, *TRIED])
     rollouts = [torch.cat([prompt, completion]) for completion in completions]
-    sharing = how._replace(shares=True)
+    sharing = row_format._replace(shares=True)
     try:
         return _why_not_alike(model, policy, sharing, rollouts, len(prompt))
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
@@ -147,14 +147,14 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def own_attention(policy: PreTrainedModel, how: How) -> Iterator[str]:
+def own_attention(policy: PreTrainedModel, row_format: RowFormat) -> Iterator[str]:
     """Makes the model compute as it does without this package. Yields the name of its
     attention."""
     use_own_attention(policy)
     try:
         yield policy.config._attn_implementation
     finally:
-        policy.set_attn_implementation(how.attention)
+        policy.set_attn_implementation(row_format.attention)
 
 
 @contextmanager
@@ -235,16 +235,22 @@ def _why_not_known(config: PreTrainedConfig, calls: Sequence[Call]) -> str | Non
 # --------------------------------------------------------------------------------- what it computes
 
 
-def _tokens(policy: PreTrainedModel, how: How, lengths: Sequence[int]) -> Sequence[Tensor]:
+def _tokens(
+    policy: PreTrainedModel, row_format: RowFormat, lengths: Sequence[int]
+) -> Sequence[Tensor]:
     """Returns sequences of these lengths, whose tokens are all different."""
     vocabulary = policy.config.get_text_config().vocab_size - 1
-    numbers = torch.arange(1, 1 + sum(lengths), device=how.device)
+    numbers = torch.arange(1, 1 + sum(lengths), device=row_format.device)
     ids = numbers * STRIDE % vocabulary
     return ids.split(list(lengths))
 
 
 def _why_not_alike(
-    model: Any, policy: PreTrainedModel, how: How, sequences: Sequence[Tensor], prompt: int
+    model: Any,
+    policy: PreTrainedModel,
+    row_format: RowFormat,
+    sequences: Sequence[Tensor],
+    prompt: int,
 ) -> str | None:
     """
     Returns why rollouts are not computed in a row as each of them alone, or `None` if they are.
@@ -257,21 +263,21 @@ def _why_not_alike(
     number = len(sequences) // 2
     rollouts = sequences[:number]
     others = sequences[number:]
-    with own_attention(policy, how):
+    with own_attention(policy, row_format):
         alone = [_own_logprobs(model, rollout, prompt) for rollout in rollouts]
-    together = _packed_logprobs(model, how, rollouts, prompt)
+    together = _packed_logprobs(model, row_format, rollouts, prompt)
     leaks = []
     for changed in range(number):
         row = [*rollouts]
         row[changed] = others[changed]
-        again = _packed_logprobs(model, how, row, prompt)
+        again = _packed_logprobs(model, row_format, row, prompt)
         for unchanged in range(number):
             if unchanged != changed:
                 leaks.append(again[unchanged] - together[unchanged])
     differences = []
     for packed, own in zip(together, alone, strict=True):
         differences.append(packed - own)
-    size = 2 if _rounds_to_tf32(how) else how.dtype.itemsize
+    size = 2 if _rounds_to_tf32(row_format) else row_format.dtype.itemsize
     may_leak = LEAK_OF_EXPERTS[size] if has_experts(policy) else LEAK
     spread = min(1.0, torch.cat(alone).std().item())
     if not _are_within(may_leak, leaks, spread):
@@ -281,8 +287,8 @@ def _why_not_alike(
     return None
 
 
-def _rounds_to_tf32(how: How) -> bool:
-    return how.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+def _rounds_to_tf32(row_format: RowFormat) -> bool:
+    return row_format.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
 def _are_within(bound: Bound, differences: Sequence[Tensor], spread: float) -> bool:
@@ -302,14 +308,16 @@ def _own_logprobs(model: Any, rollout: Tensor, prompt: int = 1) -> Tensor:
     return _logprobs(logits, rollout, places)
 
 
-def _packed_logprobs(model: Any, how: How, rollouts: Sequence[Tensor], prompt: int) -> list[Tensor]:
+def _packed_logprobs(
+    model: Any, row_format: RowFormat, rollouts: Sequence[Tensor], prompt: int
+) -> list[Tensor]:
     """Returns the same of each rollout of a row."""
     count = len(rollouts)
     completions = [len(rollout) - prompt for rollout in rollouts]
     width = max(completions)
     prompts = [prompt] * count
-    alike = [0] * count  # all have the same prompt, if prompts are shared at all
-    layout = Layout.of(prompts, completions, prompt, width, how, alike)
+    prompt_numbers = [0] * count  # all have the same prompt, if prompts are shared at all
+    layout = Layout.of(prompts, completions, prompt, width, row_format, prompt_numbers)
     ids = torch.nn.utils.rnn.pad_sequence(list(rollouts), batch_first=True)
     row = ids.flatten()[layout.tokens]  # (1, T)
     with torch.compiler.set_stance("force_eager"):

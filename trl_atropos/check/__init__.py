@@ -53,7 +53,7 @@ GREEN = "\033[32m"
 PLAIN = "\033[0m"
 WIDTH = 110  # columns at most
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
-ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, if its size does not matter
+ELSEWHERE = 80 << 30  # bytes: stands for the GPU of another machine if its size does not matter
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Report:
+    """Result of a check."""
+
     findings: list[Finding]  # errors first
     # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
     memory: dict[str, Any]
@@ -136,8 +138,9 @@ def main(argv: list[str]) -> None:
 
 
 def examine(argv: list[str]) -> Report:
-    """Returns what is wrong with the run that these arguments of the main job describe."""
-    from trl_atropos.check.launch import Launch, packages, read, refused
+    """Examines the run that these arguments of the main job describe."""
+    from trl_atropos.check.launch import Launch, refused
+    from trl_atropos.check.settings import packages, read
     from trl_atropos.flags import stated_settings
     from trl_atropos.report.run_log import versions
 
@@ -152,8 +155,8 @@ def examine(argv: list[str]) -> Report:
     memory = {"table": []}
     try:
         recipe = read(argv, stated, launch)
-        more, memory = _of_recipe(recipe, launch, stated)
-        findings += more
+        recipe_findings, memory = _examine_recipe(recipe, launch, stated)
+        findings += recipe_findings
     except Finding as error:  # without a recipe that can be read there is nothing more to look at
         findings.append(error)
     findings += packages(recipe)
@@ -161,16 +164,17 @@ def examine(argv: list[str]) -> Report:
     return Report(findings, memory, versions())
 
 
-def _of_recipe(
+def _examine_recipe(
     recipe: "Recipe", launch: "Launch", stated: dict[str, Any]
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Returns the findings about a recipe, and `Report.memory`."""
-    from trl_atropos.check.launch import dead, layout, refused, saves
+    from trl_atropos.check.launch import layout, refused
     from trl_atropos.check.services import environments, services
-    from trl_atropos.recipe import check_reports
+    from trl_atropos.check.settings import dead, saves
+    from trl_atropos.recipe_checks import check_reports
 
     findings = [
-        *_of_files(recipe),
+        *_examine_files(recipe),
         *refused(lambda: check_reports(recipe.training)),
         *services(recipe, launch),
         *layout(recipe, launch),
@@ -178,12 +182,12 @@ def _of_recipe(
         *dead(recipe, stated),
         *saves(recipe, launch, stated),
     ]
-    # to ask for a model again that was not there would take as long
+    # To look again for a model that is not there would take as long as the first time.
     if any(finding.code == "model" for finding in findings):
         what = "Memory: no estimate, because the model cannot be loaded or trained."
         return findings, {"table": [what]}
     try:
-        return findings, _of_memory(recipe, launch, findings)
+        return findings, _examine_memory(recipe, launch, findings)
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
@@ -195,11 +199,10 @@ def _of_recipe(
         return findings, {"table": [what]}
 
 
-def _of_files(recipe: "Recipe") -> list[Finding]:
-    """Returns the findings about files. The check makes the output folder, and does not leave it
-    behind."""
+def _examine_files(recipe: "Recipe") -> list[Finding]:
+    """Returns the findings about files. Leaves no output folder behind, which the checks make."""
     from trl_atropos.check.launch import refused
-    from trl_atropos.recipe import check_files
+    from trl_atropos.recipe_checks import check_files
 
     folder = recipe.training.output_dir
     was_there = os.path.isdir(folder)
@@ -209,7 +212,7 @@ def _of_files(recipe: "Recipe") -> list[Finding]:
     return findings
 
 
-def _of_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding]) -> dict[str, Any]:
+def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding]) -> dict[str, Any]:
     """Adds the findings about lengths, disk and memory. Returns `Report.memory`."""
     from trl_atropos.check import fit
     from trl_atropos.check.launch import Plan, case_of, plan_of

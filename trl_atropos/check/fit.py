@@ -50,7 +50,7 @@ class Estimate:
     def servers(self) -> int:
         """Number of servers on the trainer's device, or on the CPU, on the machine."""
         training = self.case.training
-        if self.plan.device == "cuda" and training.vllm_mode == "colocate":
+        if self.plan.device == "cuda" and training.mode.shares_memory:
             return 1  # each has a device of its own, and a trainer's process beside it
         return len(training.vllm_server_urls)
 

@@ -1,15 +1,13 @@
-"""The run as it will be launched: its recipe, model and server's flags, and the processes, devices
-and packages that `check` is told of or finds.
+"""Describes a run as it will be launched: its processes and devices, its model, and the flags of
+its server.
 
-`check/__init__.py` calls `read` for the recipe, `plan_of` for the machine, `case_of` for what the
-estimate of memory needs, and collects the findings of `layout`, `dead`, `saves` and `packages`.
+`check/__init__.py` calls `plan_of` for the machine and `case_of` for what the estimate of memory
+needs, and collects the findings of `layout`. `settings.py` looks at the recipe itself.
 """
 
-import importlib.metadata
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,17 +16,13 @@ import psutil
 import torch
 import yaml
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from packaging.requirements import Requirement
-from transformers import AutoConfig, PretrainedConfig, Trainer
+from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
 from trl_atropos.batches.micro_batches import FIRST
-from trl_atropos.config import steps_between
-from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import parallel, server_flags
-from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
-from trl_atropos.report.run_log import PACKAGES, versions
+from trl_atropos.flags import number_of, parallel, server_flags
+from trl_atropos.recipe import Recipe, read_yaml
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.weights.model_setup import drops_soft_cap
 
@@ -144,20 +138,20 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
     processes = launch.processes or training.world_size
     sharding, offloads, offloads_weights = _sharding(content, training)
     return Plan(
-        device,
-        total,
-        processes,
-        _local(processes, launch),
-        sharding,
-        offloads,
-        offloads_weights,
-        _mixed_precision(content, training),
-        host,
+        device=device,
+        total=total,
+        processes=processes,
+        local=_local(processes, launch),
+        sharding=sharding,
+        offloads=offloads,
+        offloads_weights=offloads_weights,
+        mixed_precision=_mixed_precision(content, training),
+        host=host,
     )
 
 
 def _local(processes: int, launch: Launch) -> int:
-    """Returns how many of the trainer's processes one machine has at most."""
+    """Returns the most processes of the trainer that one machine has."""
     return math.ceil(processes / launch.machines)
 
 
@@ -175,12 +169,16 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
     else the recipe."""
     kind = content.get("distributed_type")
     if kind == "FSDP" or training.fsdp:
-        offloads = bool(content.get("fsdp_config", {}).get("fsdp_offload_params"))
+        settings = content.get("fsdp_config", {})
+        offloads = bool(settings.get("fsdp_offload_params"))
         return "fsdp", offloads, offloads
-    stated = content.get("deepspeed_config", {}) if kind == "DEEPSPEED" else {}
+    stated = {}
+    if kind == "DEEPSPEED":
+        stated = content.get("deepspeed_config", {})
     file = stated.get("deepspeed_config_file") or training.deepspeed
     if file:
-        zero = HfDeepSpeedConfig(file).config.get("zero_optimization", {})
+        config = HfDeepSpeedConfig(file).config
+        zero = config.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         optimizer = zero.get("offload_optimizer", {}).get("device")
         weights = zero.get("offload_param", {}).get("device")
@@ -196,12 +194,12 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
 
 
 def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    """Yields what does not fit: processes and servers each other or, if GPUs are known to be used,
-    the devices."""
+    """Yields a finding if processes and servers do not fit each other, or need more GPUs than
+    there are."""
     training = recipe.training
     if training.replay_paths is not None:
         return
-    if training.vllm_mode == "colocate":
+    if training.mode.shares_memory:
         yield from _colocated(training, launch)
     gpus = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not gpus:  # nothing is known of the GPUs
@@ -237,7 +235,7 @@ def _colocated(training: Any, launch: Launch) -> Iterator[Finding]:
 
 
 def _too_few(recipe: Recipe, launch: Launch, gpus: int) -> Iterator[tuple[str, str]]:
-    """Yields what needs more than a machine's GPUs, and what to do about it."""
+    """Yields what needs more than the `gpus` of a machine, and what to do about it."""
     local = _local(launch.processes or 1, launch)
     if local > gpus:
         seen = f"{local} processes of the trainer on a machine"
@@ -246,13 +244,15 @@ def _too_few(recipe: Recipe, launch: Launch, gpus: int) -> Iterator[tuple[str, s
         return
     flags = recipe.vllm_flags()
     servers = len(recipe.training.vllm_server_urls)
-    each_has_a_gpu = recipe.training.vllm_mode == "colocate" and servers > 1
+    each_has_a_gpu = recipe.training.mode.shares_memory and servers > 1
     if each_has_a_gpu and servers > gpus:
         yield f"{servers} servers, each on a GPU", "List fewer servers"
     parts, part_flags = parallel(flags)
-    if parts > (1 if each_has_a_gpu else gpus):
+    allowed = 1 if each_has_a_gpu else gpus
+    if parts > allowed:
         yield f"{part_flags} in `vllm_args`", "Lower it"
-    share = number_of(server_flags(flags).get("--gpu-memory-utilization")) or UTILIZATION
+    stated = server_flags(flags).get("--gpu-memory-utilization")
+    share = number_of(stated) or UTILIZATION
     if not each_has_a_gpu and servers > 1 and share * servers > 1:
         seen = f"{servers} servers x `--gpu-memory-utilization` {share:g} on one GPU"
         fix = (
@@ -303,16 +303,20 @@ class Case:
     def whole(self, flag: str, default: int) -> int:
         """Returns a flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. For `auto`
         and -1, which leave the number to vLLM, returns the default."""
-        text = (self.flags or {}).get(f"--{flag}", "auto")
+        if self.flags is None:
+            return default
+        text = self.flags.get(f"--{flag}", "auto")
         if text in ("auto", "-1"):
             return default
         unit = text[-1:]
         if unit in UNITS:
-            return int(float(text[:-1]) * UNITS[unit])
+            number = float(text[:-1])
+            return int(number * UNITS[unit])
         return int(float(text))
 
     @property
     def max_model_len(self) -> int:
+        """Tokens of the longest rollout that the server samples."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if positions is None:
             positions = LENGTH_WITHOUT_POSITIONS
@@ -321,7 +325,9 @@ class Case:
     @property
     def parts(self) -> int:
         """GPUs among which the server's weights are divided."""
-        return self.whole("tensor-parallel-size", 1) * self.whole("pipeline-parallel-size", 1)
+        tensor_parallel = self.whole("tensor-parallel-size", 1)
+        pipeline_parallel = self.whole("pipeline-parallel-size", 1)
+        return tensor_parallel * pipeline_parallel
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -334,7 +340,7 @@ class Case:
         with DeepSpeed the one that it computes in."""
         if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
             return self.plan.mixed_precision
-        if self.flags is not None and self.training.vllm_mode == "colocate":
+        if self.flags is not None and self.training.mode.shares_memory:
             return self.served_dtype
         kwargs = self.training.model_init_kwargs or {}
         stated = kwargs.get("dtype", self.recipe.model.dtype)
@@ -378,7 +384,9 @@ class Case:
     @property
     def autocast(self) -> torch.dtype | None:
         """Dtype that operators compute in, if it is not the parameters'."""
-        return self.plan.mixed_precision if self.plan.mixed_precision != self.dtype else None
+        if self.plan.mixed_precision == self.dtype:
+            return None
+        return self.plan.mixed_precision
 
     @property
     def plain_attention(self) -> bool:
@@ -395,7 +403,7 @@ class Case:
     @property
     def shares_weights(self) -> bool:
         """True if the trainer's parameters are the server's memory, as far as the settings tell."""
-        return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
+        return self.training.mode.shares_memory and self.flags is not None and self.parts == 1
 
 
 def case_of(recipe: Recipe, plan: Plan) -> Case:
@@ -410,188 +418,13 @@ def case_of(recipe: Recipe, plan: Plan) -> Case:
     flags = None
     if recipe.training.replay_paths is None:
         cpu = plan.device == "cpu"
-        # another server has flags of its own
-        stated = recipe.vllm_flags() if recipe.services.start_vllm else []
-        flags = server_flags(vllm_arguments(model, stated, cpu=cpu, mode=recipe.training.vllm_mode))
+        stated = []  # a server that the run does not start has flags of its own
+        if recipe.services.start_vllm:
+            stated = recipe.vllm_flags()
+        arguments = vllm_arguments(model, stated, cpu=cpu, mode=recipe.training.vllm_mode)
+        flags = server_flags(arguments)
         cache = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         if cpu and cache:  # comes first, and is GiB
             flags["--kv-cache-memory-bytes"] = str(int(cache) << 30)
-    return Case(recipe, plan, config, flags, get_peft_config(recipe.model))
-
-
-# --------------------------------------------------------------------------------------- the recipe
-
-OFF = (None, False, "false", "False", [])  # values of settings that are as good as not stated
-TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
-    "vllm_gpu_memory_utilization": "`--gpu-memory-utilization` in `vllm_args`",
-    "vllm_max_model_length": "`--max-model-len` in `vllm_args`",
-    "vllm_tensor_parallel_size": "`--tensor-parallel-size` in `vllm_args`",
-    "vllm_server_host": "`vllm_server_base_url`",
-    "vllm_server_timeout": "`service_timeout`",
-    "vllm_group_port": "`weight_transport`",
-}
-
-
-def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
-    """Returns the recipe. Raises `AtroposTrainingError` if it cannot be run."""
-    # Transformers refuses these on a machine without a GPU, even if the run will be on one that has
-    # some.
-    for_gpus = set()
-    true = {name for name, value in stated.items() if str(value).lower() == "true"}
-    if launch.elsewhere and "use_cpu" not in true:
-        for_gpus = true & {"bf16", "fp16", "tf32"}
-    words = [*argv, *_for_processes(stated, launch.processes)]
-    for name in for_gpus:
-        words += [f"--{name}", "false"]
-    try:
-        with warnings.catch_warnings(action="ignore"):  # `dead` says it
-            recipe = parse(words)
-    except Finding as error:
-        if "setup doesn't support bf16/gpu" not in error.what:  # transformers' words
-            raise
-        what = "`bf16` is for a GPU, and this machine has none"
-        seen = f"bf16: {stated.get('bf16')}"
-        fix = (
-            "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one "
-            "here, set `use_cpu: true`."
-        )
-        raise Finding(what, seen, fix, "no-gpu") from error
-    return recipe.with_training(**dict.fromkeys(for_gpus, True))
-
-
-def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
-    """Returns the flag by which this process stands for all of them: its generation batch is
-    gathered over as many more steps."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if processes is None or processes <= world or "generation_batch_size" in stated:
-        return []
-    steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
-    if not str(steps).isdigit():  # `parse` says it
-        return []
-    return ["--steps_per_generation", str(int(steps) * processes)]
-
-
-def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
-    """Yields the settings that are stated and have no effect with the others."""
-    for reason, instead, names in _without_effect(recipe, stated):
-        idle = [name for name in names if stated.get(name) not in OFF]
-        if idle:
-            what = f"A setting has no effect, because {reason}"
-            seen = ", ".join(f"{name}: {stated[name]}" for name in idle)
-            them = "it" if len(idle) == 1 else "them"
-            fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
-            yield Finding(what, seen, fix, "dead-setting", WARNING)
-
-
-def _without_effect(
-    recipe: Recipe, stated: dict[str, Any]
-) -> Iterator[tuple[str, str, Iterable[str]]]:
-    """Yields why settings have no effect, what to set instead if anything, and the settings."""
-    services = recipe.services
-    training = recipe.training
-    yield "the environments generate", "Set the environment's own", training.unused_settings
-    if training.replay_paths is not None:
-        names = ("start_atropos", "start_vllm", "environments")
-        yield "recorded rollouts are replayed", "", names
-    if not services.start_vllm:
-        yield "the run starts no server", "Set `start_vllm: true`", ("vllm_args",)
-    if not services.start_atropos and not services.start_vllm:
-        yield "the run starts no service", "", ("service_timeout",)
-    if services.start_atropos:
-        yield "an API that the run starts is empty", "", ("reset_atropos",)
-    if training.vllm_mode not in ("server", "nccl_lora"):
-        reason = f"`vllm_mode: {training.vllm_mode}` has a transport of its own"
-        yield reason, "Use `vllm_mode: server` or `nccl_lora`", ("weight_transport",)
-    if not recipe.model.use_peft:
-        names = [name for name in stated if name.startswith("lora_")]
-        yield "the run has no adapter", "Set `use_peft: true`", names
-    if not training.vllm_enable_sleep_mode:
-        yield "the server does not sleep", "", ("vllm_sleep_level",)
-    if not training.master_weights:
-        yield "there are no master weights", "", ("offload_master_weights",)
-    if training.save_strategy == "no":
-        names = ("save_steps", "save_total_limit")
-        yield "nothing is saved on the way", "Set `save_strategy: steps`", names
-    for name, ours in TRL_SERVER.items():
-        yield "the server is no part of TRL", f"Use {ours}", (name,)
-
-
-def saves(recipe: Recipe, launch: Launch, stated: dict[str, Any]) -> Iterator[Finding]:
-    """Yields a finding if checkpoints fall into the middle of a generation batch, which a run that
-    resumes there does not finish."""
-    training = recipe.training
-    if training.save_strategy != "steps":
-        return
-    steps = training.steps_per_generation
-    if _for_processes(stated, launch.processes):
-        # This process stands for all of them, and has the steps of all.
-        steps //= launch.processes
-    between = steps_between(steps, training.num_iterations, training.gradient_accumulation_steps)
-    every = training.save_steps
-    if every < 1:
-        every = math.ceil(every * training.max_steps)
-    every = int(every)
-    if every % between == 0:
-        return
-    what = (
-        f"Checkpoints fall into the middle of a generation batch, which has {between} "
-        "optimizer steps"
-    )
-    above = every // between * between + between
-    values = f"`save_steps: {above}`"
-    if above > between:
-        values = f"`save_steps: {above - between}` or {values}"
-    fix = f"Set {values}: a run that resumes in the middle does not train the rest of the batch."
-    yield Finding(what, f"save_steps: {training.save_steps}", fix, "save-steps", WARNING)
-
-
-# -------------------------------------------------------------------------------- what is installed
-
-SERVERS = ("vllm", "vllm-cpu")  # the two builds of vLLM
-
-
-def requirements(name: str) -> list[Requirement]:
-    """Returns what an installed package needs here. What an extra needs counts, too."""
-    extras = [{"extra": extra} for extra in ("", "cpu", "vllm")]
-    wanted = []
-    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
-        marker = requirement.marker
-        if marker is None or any(map(marker.evaluate, extras)):
-            wanted.append(requirement)
-    return wanted
-
-
-def packages(recipe: Recipe | None) -> Iterator[Finding]:
-    """Yields packages that are missing, or of other versions than this package and the installed
-    vLLM work with."""
-    installed = versions()
-    for name in ("trl_atropos", *SERVERS):
-        if name in installed:
-            names = PACKAGES if name == "trl_atropos" else ("torch",)
-            for wanted in requirements(name):
-                if wanted.name in names:
-                    yield from _version(wanted, f"{name} {installed[name]}", installed)
-    try:
-        if recipe is not None:
-            Trainer.get_optimizer_cls_and_kwargs(recipe.training)
-    except ImportError as error:  # which says what to install
-        what = "A setting needs a package that is not installed"
-        seen = f"optim: {recipe.training.optim.value}"
-        yield Finding(what, seen, f"{error}. Or change `optim`.", "package-missing")
-    except ValueError:  # it needs the model
-        return
-
-
-def _version(wanted: Requirement, whose: str, installed: dict[str, str]) -> Iterator[Finding]:
-    """Yields a finding if a package is not of the version that `whose` needs."""
-    name = wanted.name
-    version = installed.get(name)
-    if version is None:
-        fits = name in SERVERS  # one of the two is enough
-    else:
-        fits = wanted.specifier.contains(version, prereleases=True)
-    if not fits:
-        what = f"{name} is not of a version that {whose} works with"
-        seen = f"{name} {version or 'is not installed'}, wanted {wanted.specifier}"
-        fix = f'`pip install "{name}{wanted.specifier}"`.'
-        yield Finding(what, seen, fix, "version")
+    peft_config = get_peft_config(recipe.model)
+    return Case(recipe, plan, config, flags, peft_config)

@@ -526,7 +526,7 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     if not args.save_only_model:
         checkpoint += _saved_state(case, sizes)
     number = checkpoints(args)
-    restarts = RESTART_COPIES * sizes.weights if args.vllm_mode == "restart" else 0
+    restarts = RESTART_COPIES * sizes.weights if args.mode.restarts_engine else 0
     needed = number * checkpoint + final + restarts
 
     folder = Path(args.output_dir).absolute()

@@ -13,17 +13,18 @@ import math
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_atropos.check.launch import Case, Launch, refused, requirements
+from trl_atropos.check.launch import Case, Launch, refused
+from trl_atropos.check.settings import requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import parallel, server_flags, stated_flags
-from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
+from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
+from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environment_source import parse_script, reshaping_requests
@@ -35,9 +36,9 @@ from trl_atropos.services.manager import (
 )
 from trl_atropos.weights.model_setup import num_positions
 
-ANSWER = 5.0  # seconds
-LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
+ANSWER = 5.0  # seconds
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's variable
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
@@ -47,33 +48,42 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     training = recipe.training
     if training.replay_paths is not None:
         return
-    for service, setting, urls, start in (
-        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos"),
-        ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm"),
-    ):
-        fix = (
-            f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: "
-            "false`."
-        )
-        for url in urls:
-            if getattr(config, start):
-                yield from refused(partial(require_free_port, url, service, fix))
-            elif not launch.elsewhere and _answers(url):
-                if setting == "atropos_url":
-                    greet = AtroposClient(url, ANSWER, ANSWER).greet
-                else:
-                    greet = ServerClient(url, ANSWER).info
-                for finding in refused(greet, f"{setting}: {url}"):
-                    finding.level = WARNING  # another may be there when the run begins
-                    yield finding
+    url = training.atropos_url
+    if config.start_atropos:
+        yield from _port_in_use("the Atropos API", "atropos_url", url, "start_atropos")
+    elif not launch.elsewhere and _answers(url):
+        greet = AtroposClient(url, ANSWER, ANSWER).greet
+        yield from _wrong_answer(greet, f"atropos_url: {url}")
+    setting = "vllm_server_base_url"
+    for url in training.vllm_server_urls:
+        if config.start_vllm:
+            yield from _port_in_use("the vLLM server", setting, url, "start_vllm")
+        elif not launch.elsewhere and _answers(url):
+            yield from _wrong_answer(ServerClient(url, ANSWER).info, f"{setting}: {url}")
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
-        yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
+        gpus, _ = parallel(recipe.vllm_flags())
+        yield from refused(partial(require_shared_memory, gpus))
+
+
+def _port_in_use(service: str, setting: str, url: str, start: str) -> Iterator[Finding]:
+    """Yields a finding if something else is where the run starts a service (setting `start`)."""
+    fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
+    yield from refused(partial(require_free_port, url, service, fix))
+
+
+def _wrong_answer(greet: Callable[[], Any], seen: str) -> Iterator[Finding]:
+    """Yields a warning if a running service is not the one that the run needs."""
+    for finding in refused(greet, seen):
+        finding.level = WARNING  # another may be there when the run begins
+        yield finding
 
 
 def _answers(url: str) -> bool:
+    """Returns whether anything listens there."""
     with contextlib.suppress(OSError, ServiceError):
-        socket.create_connection((urlsplit(url).hostname, port_of(url)), timeout=CONNECT).close()
+        address = (urlsplit(url).hostname, port_of(url))
+        socket.create_connection(address, timeout=CONNECT).close()
         return True
     return False
 
@@ -85,7 +95,9 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
     """Yields what is longer than the server, the model or the trainer takes, in tokens."""
     starts = recipe.services.start_vllm and case.flags is not None
     longest = recipe.training.max_sequence_length
-    served = case.max_model_len if starts else math.inf
+    served = math.inf  # the flags of a server that runs already are not known
+    if starts:
+        served = case.max_model_len
     limit = min(served, longest or math.inf)
     if longest and longest > served:
         what = "The server samples shorter rollouts than the trainer is to take"
@@ -117,12 +129,12 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
         fix = f"Lower `max_completion_length`, or raise {higher}."
         yield Finding(what, seen, fix, "completion-length", WARNING)
     for spec in recipe.environments:
-        tokens = number_of(recipe.stated(spec).get("max_token_length"))
+        tokens = recipe.stated_number(spec, "max_token_length")
         if tokens and tokens > limit:
             what = "it samples longer rollouts than the server takes or the trainer trains on"
             seen = f"max_token_length: {tokens:.0f}, the longest rollout: {limit}"
             fix = f"Lower `max_token_length` to {limit}."
-            yield _of(spec, what, seen, fix, "environment-length", WARNING)
+            yield _finding(spec, what, seen, fix, "environment-length", WARNING)
 
 
 def _divisor(recipe: Recipe) -> Iterator[Finding]:
@@ -153,19 +165,29 @@ def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
     """Returns the tokens that an environment samples at most for a rollout, or `None` if its
     settings do not tell: those that the recipe states, and the defaults that its script writes as
     `name: int = 5` or `name: int = Field(default=5)`."""
-    settings = {}
-    tree = None if spec.path is None else parse_script(spec.script)
-    if tree is not None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                settings[node.target.id] = _default(node.value)
-    settings |= recipe.stated(spec)
+    settings = _defaults_in_script(spec) | recipe.stated(spec)
     # the tokens of several turns add up, and so do the answers to them
     has_turns = any("turn" in name for name in settings)
-    return number_of(settings.get("max_token_length" if has_turns else "max_new_tokens"))
+    setting = "max_token_length" if has_turns else "max_new_tokens"
+    return number_of(settings.get(setting))
 
 
-def _default(value: ast.expr | None) -> Any:
+def _defaults_in_script(spec: EnvironmentSpec) -> dict[str, Any]:
+    """Returns the defaults in an environment's script by the names of its settings."""
+    if spec.path is None:
+        return {}
+    tree = parse_script(spec.script)
+    if tree is None:
+        return {}
+    defaults = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+            defaults[name] = _constant(node.value)
+    return defaults
+
+
+def _constant(value: ast.expr | None) -> Any:
     """Returns the constant that `5` or `Field(default=5)` is, or `None`."""
     for keyword in getattr(value, "keywords", ()):
         if keyword.arg == "default":
@@ -203,8 +225,11 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield from _tokenizer(recipe, who, name, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
         yield from _requests(spec)
-    yield from _together(recipe)
-    flags = server_flags(recipe.vllm_flags()) if recipe.services.start_vllm else {}
+    yield from _group_sizes(recipe)
+    yield from _batch_shares(recipe)
+    flags = {}
+    if recipe.services.start_vllm:
+        flags = server_flags(recipe.vllm_flags())
     name = flags.get("--tokenizer")
     yield from _tokenizer(recipe, "The server", name, "--tokenizer", "`vllm_args`")
     template = flags.get("--chat-template", "")
@@ -214,7 +239,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield Finding(what, seen, "Correct `--chat-template` in `vllm_args`.", "chat-template")
 
 
-def _of(
+def _finding(
     spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR
 ) -> Finding:
     return Finding(f"Environment {spec.name!r}: {what}", seen, fix, code, level)
@@ -223,14 +248,18 @@ def _of(
 def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
     """Yields what is missing for a Python, and a script or module that is not there."""
     python = command[0]
-    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    module = ""
+    if "-m" in command[:-1]:
+        flag = command.index("-m")
+        module = command[flag + 1]
     try:
-        installed, origin = _ask(spec, python, module)
+        installed, origin = _installed(spec, python, module)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         what = "its Python cannot be asked what is installed there"
-        last_line = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
+        message = str(getattr(error, "stderr", "") or error)
+        last_line = message.strip().splitlines()[-1]
         fix = "Correct its `python`."
-        yield _of(spec, what, f"{python}: {last_line}", fix, "environment-python")
+        yield _finding(spec, what, f"{python}: {last_line}", fix, "environment-python")
         return
     yield from _atroposlib(spec, python, installed.get("atroposlib"))
     if module:
@@ -245,7 +274,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         missing = "there is no such script"
         seen = str(path)
     if not path.is_file():
-        yield _of(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
+        yield _finding(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
         return
     transformers = installed.get("transformers", "0")
     is_new = int(transformers.partition(".")[0]) >= 5
@@ -257,15 +286,19 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
             "log-probabilities; or make a virtual environment with `transformers<5` and name its "
             "Python as `python` of this entry."
         )
-        yield _of(spec, what, seen, fix, "tokenizes")
+        yield _finding(spec, what, seen, fix, "tokenizes")
 
 
-def _ask(spec: EnvironmentSpec, python: str, module: str) -> tuple[dict[str, str], str | None]:
+def _installed(
+    spec: EnvironmentSpec, python: str, module: str
+) -> tuple[dict[str, str], str | None]:
     """Returns the versions of what is installed for a Python, and the file of a module.
 
     Raises `OSError`, `SubprocessError`, `ValueError` or `IndexError` if the Python does not say it.
     """
-    env = {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
+    env = dict(os.environ)
+    for name, value in spec.env.items():
+        env[name] = str(value)
     answer = subprocess.run(
         [python, "-", module or "json"],
         input=PROBE,
@@ -276,15 +309,16 @@ def _ask(spec: EnvironmentSpec, python: str, module: str) -> tuple[dict[str, str
         timeout=PYTHON_DEADLINE,
         check=True,
     )
-    installed, origin = json.loads(answer.stdout.splitlines()[-1])
+    last_line = answer.stdout.splitlines()[-1]
+    installed, origin = json.loads(last_line)
     return installed, origin
 
 
 def _atroposlib(spec: EnvironmentSpec, python: str, version: str | None) -> Iterator[Finding]:
     """Yields a finding if an environment's Python does not have the Atropos that this package
     needs."""
-    needs = requirements("trl_atropos")
-    wanted = next(need.specifier for need in needs if need.name == "atroposlib")
+    needs = {need.name: need for need in requirements("trl_atropos")}
+    wanted = needs["atroposlib"].specifier
     if version is not None and wanted.contains(version, prereleases=True):
         return
     seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
@@ -293,7 +327,7 @@ def _atroposlib(spec: EnvironmentSpec, python: str, version: str | None) -> Iter
         "`python` in its entry."
     )
     what = "its Python does not have the Atropos that it needs"
-    yield _of(spec, what, seen, fix, "environment-atroposlib")
+    yield _finding(spec, what, seen, fix, "environment-atroposlib")
 
 
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
@@ -301,23 +335,18 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
     variables = {**os.environ, **spec.env}
     if variables.get(DUMMY) not in (None, "", "0"):
         what = "it may send made-up tokens in place of those that were sampled"
-        yield _of(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
-    content = recipe.environment_file(spec)
+        yield _finding(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
+    servers = [_stated_server(command)]
+    content = recipe.environment_content(spec)
     if content is not None:
         servers = content["openai"]
-    else:
-        prefix = "--openai."
-        flags = stated_flags(command)
-        servers = [
-            {name.removeprefix(prefix): flags[name] for name in flags if name.startswith(prefix)}
-        ]
     urls = [_place(url) for url in recipe.training.vllm_server_urls]
     kinds = [server.get("server_type", "vllm") for server in servers]
     for kind in kinds:
         if kind not in WITH_TOKENS:
             what = "its server type returns neither token ids nor log-probabilities"
             fix = "Set `server_type` to 'vllm'."
-            yield _of(spec, what, f"server_type: {kind}", fix, "server-type")
+            yield _finding(spec, what, f"server_type: {kind}", fix, "server-type")
             break
     for server in servers:
         url = server.get("base_url")
@@ -330,13 +359,31 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
             fix = (
                 "Set it to `{vllm_url}/v1`, or leave it if a router to the run's servers is there."
             )
-            yield _of(spec, what, seen, fix, "server-url", WARNING)
+            yield _finding(spec, what, seen, fix, "server-url", WARNING)
             break
 
 
+def _stated_server(command: list[str]) -> dict[str, str]:
+    """Returns the server that the `--openai.` flags of a command state."""
+    server = {}
+    for flag, value in stated_flags(command).items():
+        if flag.startswith("--openai."):
+            setting = flag.removeprefix("--openai.")
+            server[setting] = value
+    return server
+
+
 def _place(url: str) -> str:
-    """Returns host and port."""
-    return urlsplit(url).netloc.replace("localhost", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
+    """Returns host and port. The names of this machine are one."""
+    place = urlsplit(url).netloc
+    for name in ("localhost", "0.0.0.0"):
+        place = place.replace(name, "127.0.0.1")
+    return place
+
+
+def _port(url: str) -> str:
+    _, _, port = _place(url).rpartition(":")
+    return port
 
 
 def _vocabulary(name: str) -> dict[str, int] | None:
@@ -344,9 +391,10 @@ def _vocabulary(name: str) -> dict[str, int] | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, local_files_only=True, trust_remote_code=False
-        ).get_vocab()
+        )
+        return tokenizer.get_vocab()
     except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
         return None
 
@@ -373,20 +421,18 @@ def _tokenizer(recipe: Recipe, who: str, name: Any, setting: str, place: str) ->
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     """Yields settings of an environment that the recipe states, and that do not fit the run's."""
-    stated = recipe.stated(spec)
     training = recipe.training
-    url = stated.get("rollout_server_url", training.atropos_url)
-    # a host has several names
-    if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:
+    url = recipe.stated(spec).get("rollout_server_url", training.atropos_url)
+    if _port(url) != _port(training.atropos_url):  # a host has several names
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
-        yield _of(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
-    steps = number_of(stated.get("total_steps"))
+        yield _finding(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
+    steps = recipe.stated_number(spec, "total_steps")
     if steps is not None and 0 <= steps < training.max_steps:
         what = "it ends before the run does"
         seen = f"total_steps: {steps:.0f}, max_steps: {training.max_steps}"
-        yield _of(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
-    ahead = number_of(stated.get("max_batches_offpolicy"))
+        yield _finding(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
+    ahead = recipe.stated_number(spec, "max_batches_offpolicy")
     oldest = training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
         what = (
@@ -395,24 +441,15 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
         )
         seen = f"max_batches_offpolicy: {ahead:.0f}, max_staleness: {oldest}"
         fix = f"Lower `max_batches_offpolicy` to {max(1, oldest)}, or raise `max_staleness`."
-        yield _of(spec, what, seen, fix, "staleness", WARNING)
-    if number_of(stated.get("group_size")) == 1 and training.single_row_groups == "refuse":
-        what = (
-            "its groups have one rollout, which has no statistics of a group, and the run stops "
-            "at the first"
-        )
-        seen = "group_size: 1, single_row_groups: refuse"
-        fix = (
-            "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the "
-            "advantage) or `zero`."
-        )
-        yield _of(spec, what, seen, fix, "group-of-one")
+        yield _finding(spec, what, seen, fix, "staleness", WARNING)
 
 
 def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
-    """Yields a finding if the script's requests have the server sample from another distribution
+    """Yields a finding if the script's requests let the server sample from another distribution
     than the policy's."""
-    requests = [] if spec.path is None else reshaping_requests(spec.script)
+    if spec.path is None:
+        return
+    requests = reshaping_requests(spec.script)
     if requests:
         what = (
             "its requests change what is sampled, and the trainer scores every token as the "
@@ -421,21 +458,39 @@ def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
         shown = requests[:REQUESTS_SHOWN]
         places = [f"{request.text} (line {request.line} of {spec.path})" for request in shown]
         fix = "Leave this out of requests for rollouts that are trained on."
-        yield _of(spec, what, ", ".join(places), fix, "reshaped", WARNING)
+        yield _finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
 
 
-def _together(recipe: Recipe) -> Iterator[Finding]:
-    """Yields what several environments do to each other."""
-    sizes = {name: int(size) for name, size in _numbers(recipe, "group_size").items()}
-    largest = max(sizes.values(), default=1)
-    if any(largest % size for size in sizes.values()):  # api/utils.py:59
+def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
+    """Yields groups of one rollout, and sizes that the Atropos API cannot bring into one batch.
+    `recipe_checks.py` has compared each size with that of a generation batch."""
+    sizes = _numbers(recipe, "group_size")
+    refuses_one = recipe.training.single_row_groups == "refuse"
+    for spec in recipe.environments:
+        if refuses_one and sizes.get(spec.name) == 1:
+            what = (
+                "its groups have one rollout, which has no statistics of a group, and the run "
+                "stops at the first"
+            )
+            seen = "group_size: 1, single_row_groups: refuse"
+            fix = (
+                "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the "
+                "advantage) or `zero`."
+            )
+            yield _finding(spec, what, seen, fix, "group-of-one")
+    largest = int(max(sizes.values(), default=1))
+    if any(largest % int(size) for size in sizes.values()):  # api/utils.py:59
         what = (
             "The Atropos API waits for ever to fill small groups up to the size of the largest, "
             "which these cannot"
         )
-        seen = ", ".join(f"{name}: group_size {size}" for name, size in sizes.items())
+        seen = ", ".join(f"{name}: group_size {int(size)}" for name, size in sizes.items())
         fix = "Make every group size divide the largest one."
         yield Finding(what, seen, fix, "mixed-group-sizes")
+
+
+def _batch_shares(recipe: Recipe) -> Iterator[Finding]:
+    """Yields a finding if environments reserve more than a batch."""
     shares = _numbers(recipe, "min_batch_allocation")
     if sum(shares.values()) > 1:  # api/utils.py:144
         what = "The least shares of a batch that environments ask for are more than one batch"
@@ -447,10 +502,10 @@ def _together(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _numbers(recipe: Recipe, setting: str) -> dict[str, float]:
-    """Returns a setting of the environments that state it other than as 0, by their names."""
+    """Returns the values of a setting by environment, without those that are missing or 0."""
     numbers = {}
     for spec in recipe.environments:
-        number = number_of(recipe.stated(spec).get(setting))
+        number = recipe.stated_number(spec, setting)
         if number:
             numbers[spec.name] = number
     return numbers

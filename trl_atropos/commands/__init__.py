@@ -217,7 +217,7 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         Services(os.path.join(folder, "logs")) as services,
     ):
         require_room(recipe)
-        mode = "server" if training.vllm_mode == "restart" else training.vllm_mode
+        mode = "server" if training.mode.restarts_engine else training.vllm_mode
         names = start_servers(recipe, services, mode, merged_model(model, scratch))
         evaluator = evaluator_of(recipe, services, folder, needed=True)
         evaluator.start(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
-from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.modes import MODES, Mode
 
 SLURM = """\
 Writes a batch script for a run over several nodes of a SLURM cluster: the first
@@ -69,14 +69,14 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
     commands = _commands_in(recipe)
     launched = _first_with("launch", commands)
     trainers = options.trainer_nodes or int(_value_of("--num_machines", launched) or 1)
-    mode = settings.get("vllm_mode", "colocate")
+    mode = _mode_of(settings)
     flags = _server_flags(settings, _first_with("serve", commands))
     each, _flags = parallel(flags)
     gpus = options.gpus_per_node
-    if mode == "colocate":
+    if mode.shares_memory:
         what = "With `vllm_mode: colocate`, trainer and server share a device, not a cluster"
         fix = "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`."
-        raise RecipeError(what, mode, fix)
+        raise RecipeError(what, f"vllm_mode: {mode.name}", fix)
     if not 0 < trainers < options.nodes:
         what = f"Of --nodes {options.nodes}, {trainers} train, and some must train and some serve"
         raise RecipeError(what, fix="Change `--nodes` or `--trainer_nodes`.")
@@ -100,7 +100,7 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
         "name": shlex.quote(run_name),
         "bin": shlex.quote(str(Path(sys.executable).parent)),
         "output_dir": shlex.quote(output_dir),
-        "serve": shlex.join(["trl-atropos", "serve", model, "--vllm_mode", mode, *flags]),
+        "serve": shlex.join(["trl-atropos", "serve", model, "--vllm_mode", mode.name, *flags]),
         "launch": _launcher_flags(config_file, trainers, gpus),
         "train": shlex.join(words),
     }
@@ -119,6 +119,16 @@ def _existing_recipe(words: list[str]) -> str:
         what = f"The recipe {recipe!r} does not exist (looked in {os.getcwd()})"
         raise RecipeError(what, recipe, "Correct it.")
     return recipe
+
+
+def _mode_of(settings: dict[str, Any]) -> Mode:
+    """Returns the properties of the recipe's `vllm_mode`. Raises `RecipeError` if there is no such
+    mode."""
+    name = str(settings.get("vllm_mode", "colocate"))
+    if name not in MODES:
+        fix = f"Set it to one of: {', '.join(MODES)}."
+        raise RecipeError(f"`vllm_mode` is {name!r}", f"vllm_mode: {name}", fix)
+    return MODES[name]
 
 
 def _value_of(flag: str, words: list[str]) -> str | None:
@@ -159,7 +169,7 @@ def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:
     longest = settings.get("max_sequence_length")
     if longest and "--max-model-len" not in stated:
         flags += ["--max-model-len", str(longest)]
-    if settings.get("vllm_mode") in ADAPTER_MODES and "--max-lora-rank" not in stated:
+    if _mode_of(settings).needs_adapter and "--max-lora-rank" not in stated:
         rank = int(settings.get("lora_r") or 16)  # PEFT's default
         flags += ["--max-lora-rank", str(served_rank(rank))]
     return flags

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from trl_atropos import logging
 from trl_atropos.check import width, wrapped
-from trl_atropos.check.launch import Launch, read
+from trl_atropos.check.launch import Launch
+from trl_atropos.check.settings import read
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.flags import stated_flags, stated_settings

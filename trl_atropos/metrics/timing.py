@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainerCallback
 
-from trl_atropos.batches.packing import has_experts
+from trl_atropos.batches.packed_attention import has_experts
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health

@@ -36,7 +36,7 @@ def settings_differ(sampled: float, trainer: float) -> bool:
     The ratio between trainer and sampler is right only if both divide their logits by the same
     temperature.
     """
-    return abs(sampled - trainer) > TOLERANCE
+    return not abs(sampled - trainer) <= TOLERANCE  # true if one of them is nan
 
 
 @dataclass(eq=False)

@@ -17,13 +17,8 @@ from pathlib import Path
 
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    NUMERICS,
-    TOKEN_VARIABLE,
-    VLLM_MODES,
-    environment_token,
-)
+from trl_atropos.modes import MODES
+from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
 
 # Flags that hold if the command line does not set them. Loopback only: the control routes change
 # weights. The model's own generation_config.json would change how environments sample.
@@ -72,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--enable-lora, 'restart' puts a front before the server that holds requests while it is "
         "away"
     )
-    parser.add_argument("--vllm_mode", choices=VLLM_MODES, default="colocate", help=mode)
+    parser.add_argument("--vllm_mode", choices=tuple(MODES), default="colocate", help=mode)
     numerics = (
         "how closely it computes what the trainer computes, as the trainer's `numerics` "
         "(default: default)"
@@ -103,13 +98,14 @@ def main(argv: list[str] | None = None) -> None:
     os.environ[NUMERICS_VARIABLE] = options.numerics
     if options.numerics == "bitwise":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if options.vllm_mode == "restart":
+    mode = MODES[options.vllm_mode]
+    if mode.restarts_engine:
         command = [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given]
         os.execv(sys.executable, [*command, "--numerics", options.numerics])
     os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
     # Environments keep one name for the model, whatever is served.
     os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
-    if options.vllm_mode == "lora":
+    if mode.loads_files:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     import torch  # after the help text, which should not wait for it
 
@@ -160,7 +156,7 @@ def vllm_arguments(
                 f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out."
             )
     arguments = ["--model", model, "--middleware", "trl_atropos.server.control.Control", *given]
-    if mode in ADAPTER_MODES or "--enable-lora" in stated:
+    if MODES[mode].needs_adapter or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
         if "--enable-lora" not in stated:
             arguments.append("--enable-lora")

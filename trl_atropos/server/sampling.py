@@ -66,8 +66,10 @@ STRUCTURED_FIELDS = {
     field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init
 }
 
-NUMBERS_OF = attrgetter(*SamplingSettings().numbers())
-RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)  # the installed vLLM's
+# Fields that every request has and that `SamplingSettings` begins with, in its order.
+NUMERIC_FIELDS = tuple(SamplingSettings().numbers())
+# The installed vLLM may lack some.
+RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)
 
 # The engine's reason to end a completion -> one of the two that the environments' client knows.
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -81,8 +83,9 @@ class Sampling:
 
     def __init__(self, engine, plane: ControlPlane) -> None:
         self.plane = plane
-        self.policy_version = 0  # new requests sample from it
-        self.adapter: LoRARequest | None = None  # and with it; None: from the model itself
+        self.policy_version = 0  # that new requests sample from
+        # that new requests sample with; None: from the model itself
+        self.adapter: LoRARequest | None = None
         # unfinished requests by adapter id: an adapter in use must not be overwritten
         self.in_flight: Counter[int | None] = Counter()
         self.history = History()
@@ -118,17 +121,18 @@ class Sampling:
             await response(request.scope, request.receive, send)
 
     async def _completions(self, body: bytes) -> Response:
+        """Returns the answer to the body of a `/generate` request."""
         prompt, params = parse(body)
         request_id = f"trl-atropos-{uuid.uuid4().hex}"
-        result = None
-        spans = []
         try:
+            # `parse` has asked for `FINAL_ONLY`: one output has all completions.
             async for output, output_spans in self._stream(prompt, params, request_id):
                 result = output
                 spans = output_spans
         except compat.CLIENT_ERRORS as problem:
             raise Refused(str(problem), 400) from problem
         reply = _reply(result, params)
+        # `_reply` refuses a completion that was ended early, so that each has its span here.
         oldest = min(first for first, _ in spans)
         newest = max(last for _, last in spans)
         return JSONResponse(reply, headers={"x-policy-version": f"{oldest}-{newest}"})
@@ -192,146 +196,6 @@ def _id_of(adapter: LoRARequest | None) -> int | None:
     return None if adapter is None else adapter.lora_int_id
 
 
-class _Recorder:
-    """Notes the versions and settings of one request's completions in the plane's ledger, if their
-    log-probabilities are asked for, and the versions of an evaluation's completions."""
-
-    def __init__(self, sampling: Sampling, params: SamplingParams, adapter_id: int | None) -> None:
-        self.plane = sampling.plane
-        self.history = sampling.history
-        self.adapter_id = adapter_id
-        self.publishes_at_start = self.history.publishes
-        self.has_logprobs = params.logprobs is not None
-        # DELTA brings parts to add up. CUMULATIVE and FINAL_ONLY bring all with the last output.
-        self.in_parts = params.output_kind is RequestOutputKind.DELTA
-        self.settings = _settings_of(params, sampling.logits_processors)
-        # by completion: its tokens and log-probabilities so far
-        self.sampled = defaultdict(lambda: ([], []))
-
-    def record(self, output: RequestOutput) -> list[Span]:
-        """Notes the completions that end with this output, and returns their versions."""
-        spans = []
-        for completion in output.outputs:
-            is_whole = completion.finish_reason not in (None, "abort", "error")
-            if self.has_logprobs and (is_whole or self.in_parts):
-                tokens, logprobs = self.sampled[completion.index]
-                tokens += completion.token_ids
-                logprobs += _sampled_logprobs(completion)
-            if not is_whole:
-                continue
-            span = self._span(completion)
-            if span is None:
-                continue
-            spans.append(span)
-            evaluation = EVALUATION.get()
-            if evaluation is not None:
-                self.plane.evaluations.note(evaluation, span)
-            if self.has_logprobs:
-                tokens, logprobs = self.sampled.pop(completion.index)
-                key = completion_key(output.prompt_token_ids, tokens, logprobs)
-                self.plane.ledger.note(key, Note(span, self.settings))
-        return spans
-
-    def _span(self, completion: CompletionOutput) -> Span | None:
-        """
-        Returns the versions at the completion's first and last token, or `None` for an adapter that
-        no trainer has published.
-
-        The engine marks each token with the number of publishes so far. With a vLLM without such
-        marks, a completion begins with the publish at which its request was admitted, which is
-        never too new.
-        """
-        marks = compat.marks_of(completion)
-        if marks is None:
-            marks = (self.publishes_at_start, self.history.publishes)
-        first = self.history.version(marks[0], self.adapter_id)
-        last = self.history.version(marks[1], self.adapter_id)
-        if first is None or last is None:
-            return None
-        return first, last
-
-
-def _settings_of(params: SamplingParams, logits_processors: tuple[str, ...]) -> SamplingSettings:
-    numbers = NUMBERS_OF(params)
-    reshaped_by = []
-    for name in RESHAPING:
-        value = getattr(params, name)
-        if _reshapes(name, value):
-            reshaped_by.append(name)
-    return _settings(*numbers, (*reshaped_by, *logits_processors))
-
-
-def _reshapes(name: str, value: Any) -> bool:
-    """Returns whether a field of a request changes the distribution: a budget of 0 thinking tokens
-    does, too."""
-    if name == "thinking_token_budget":
-        return value is not None
-    return bool(value)
-
-
-# one object for all completions that are sampled alike: the ledger keeps many of them
-@lru_cache(maxsize=1024)
-def _settings(*values) -> SamplingSettings:
-    settings = SamplingSettings(*values)
-    return settings._replace(top_k=max(0, settings.top_k))  # -1 means 0, all tokens
-
-
-# ------------------------------------------------------------------------- the answer of /generate
-
-
-def _reply(result: RequestOutput, params: SamplingParams) -> dict[str, Any]:
-    """Returns the answer's JSON. Raises `Refused` if the engine ended a completion early."""
-    completions = sorted(result.outputs, key=attrgetter("index"))
-    for completion in completions:
-        if completion.finish_reason not in FINISHED:
-            raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
-    reply = {
-        "text": [completion.text for completion in completions],
-        "prompt": result.prompt or "",
-        "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
-        "prompt_token_ids": list(result.prompt_token_ids),
-        "token_ids": [list(completion.token_ids) for completion in completions],
-        "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, not computed anew
-    }
-    if params.logprobs is not None:
-        reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
-    if params.prompt_logprobs is not None:
-        reply["prompt_logprobs"] = [_prompt_entry(entry) for entry in result.prompt_logprobs]
-    return reply
-
-
-def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
-    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
-    return [[{str(token): logprob}] for token, logprob in pairs]
-
-
-def _prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, float] | None:
-    if not entry:  # the first token has none
-        return None
-    return {str(token): _finite(value.logprob) for token, value in entry.items()}
-
-
-def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """Returns the log-probability of each sampled token, in nats."""
-    # the sampled token is the first of each position
-    if isinstance(completion.logprobs, FlatLogprobs):
-        values = completion.logprobs.logprobs
-        return [_finite(values[start]) for start in completion.logprobs.start_indices]
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [_finite(entry[token].logprob) for token, entry in pairs]
-
-
-def _finite(logprob: float) -> float:
-    if math.isnan(logprob):
-        raise Refused(
-            "the model computed NaN as a log-probability: its weights are not finite (a diverged "
-            "run), its dtype overflows (`--dtype float32`), or the rollout is too long for the "
-            "model (a lower `--max-model-len`)",
-            500,
-        )
-    return max(float(logprob), LOWEST_LOGPROB)
-
-
 # ------------------------------------------------------------------------ the request of /generate
 
 
@@ -342,9 +206,11 @@ class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse(body: bytes) -> tuple[dict, SamplingParams]:
-    """Returns vLLM's prompt and sampling parameters. Every type is checked, as strictly as in the
-    engine process: a value that cannot be decoded there ends the thread that listens to
-    requests."""
+    """Returns vLLM's prompt and sampling parameters. Raises `Refused` for a body that is wrong.
+
+    Checks every type as strictly as the engine process does: a value that cannot be decoded there
+    ends the thread that listens to requests.
+    """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
@@ -389,9 +255,163 @@ def _convert(fields: dict[str, Any], kind: Any) -> Any:
     except msgspec.ValidationError as problem:
         # as in "Expected `int`, got `float` - at `$.max_tokens`"
         message = str(problem)
-        name = re.search(r"\$\.(\w+)", message)
-        if name is not None:
-            message += f": `{name[1]}` is {fields[name[1]]!r:.100}"
+        path = re.search(r"\$\.(\w+)", message)
+        if path is not None:
+            name = path[1]
+            value = fields[name]
+            message += f": `{name}` is {value!r:.100}"
         raise Refused(message.replace("$.", ""), 400) from problem
     except (RecursionError, *compat.CLIENT_ERRORS) as problem:
         raise Refused(str(problem), 400) from problem
+
+
+# ------------------------------------------------------ versions and settings of every completion
+
+
+@dataclasses.dataclass
+class _Sampled:
+    """Collects what one completion has sampled so far."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+
+class _Recorder:
+    """Notes the versions and settings of one request's completions in the plane's ledger, if the
+    request asks for log-probabilities, and the versions of an evaluation's completions."""
+
+    def __init__(self, sampling: Sampling, params: SamplingParams, adapter_id: int | None) -> None:
+        self.plane = sampling.plane
+        self.history = sampling.history
+        self.adapter_id = adapter_id  # that `serve` has published; None: the model itself
+        self.publishes_at_start = self.history.publishes
+        self.has_logprobs = params.logprobs is not None
+        # DELTA brings parts to add up. CUMULATIVE and FINAL_ONLY bring all with the last output.
+        self.in_parts = params.output_kind is RequestOutputKind.DELTA
+        self.settings = _settings_of(params, sampling.logits_processors)
+        self.sampled: defaultdict[int, _Sampled] = defaultdict(_Sampled)  # by completion
+
+    def record(self, output: RequestOutput) -> list[Span]:
+        """Notes the completions that end with this output, and returns their versions."""
+        spans = []
+        for completion in output.outputs:
+            is_whole = completion.finish_reason not in (None, "abort", "error")
+            if self.has_logprobs and (is_whole or self.in_parts):
+                sampled = self.sampled[completion.index]
+                sampled.tokens += completion.token_ids
+                sampled.logprobs += _sampled_logprobs(completion)
+            if is_whole:
+                span = self._span(completion)
+                self._note(span, output.prompt_token_ids, completion.index)
+                spans.append(span)
+        return spans
+
+    def _note(self, span: Span, prompt_ids: list[int], index: int) -> None:
+        """Notes the completion with this index, which has ended."""
+        evaluation = EVALUATION.get()
+        if evaluation is not None:
+            self.plane.evaluations.note(evaluation, span)
+        if self.has_logprobs:
+            sampled = self.sampled.pop(index)
+            key = completion_key(prompt_ids, sampled.tokens, sampled.logprobs)
+            self.plane.ledger.note(key, Note(span, self.settings))
+
+    def _span(self, completion: CompletionOutput) -> Span:
+        """
+        Returns the versions at the completion's first and last token.
+
+        The engine marks each token with the number of publishes so far. With a vLLM without such
+        marks, a completion begins with the publish at which its request was admitted, which is
+        never too new.
+        """
+        marks = compat.marks_of(completion)
+        if marks is None:
+            marks = (self.publishes_at_start, self.history.publishes)
+        first = self.history.version(marks[0], self.adapter_id)
+        last = self.history.version(marks[1], self.adapter_id)
+        return first, last
+
+
+def _settings_of(params: SamplingParams, logits_processors: tuple[str, ...]) -> SamplingSettings:
+    """Returns the settings that a request samples with."""
+    numbers = [getattr(params, name) for name in NUMERIC_FIELDS]
+    reshaped_by = []
+    for name in RESHAPING:
+        value = getattr(params, name)
+        if _reshapes(name, value):
+            reshaped_by.append(name)
+    return _settings(*numbers, (*reshaped_by, *logits_processors))
+
+
+def _reshapes(name: str, value: Any) -> bool:
+    """Returns whether a field of a request changes the distribution."""
+    if name == "thinking_token_budget":
+        return value is not None  # a budget of 0 tokens does, too
+    return bool(value)
+
+
+# one object for all completions that are sampled alike: the ledger keeps many of them
+@lru_cache(maxsize=1024)
+def _settings(*values) -> SamplingSettings:
+    settings = SamplingSettings(*values)
+    return settings._replace(top_k=max(0, settings.top_k))  # -1 means 0, all tokens
+
+
+def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
+    """Returns the log-probability of each sampled token, in nats."""
+    # the sampled token is the first of each position
+    if isinstance(completion.logprobs, FlatLogprobs):
+        values = completion.logprobs.logprobs
+        return [_finite(values[start]) for start in completion.logprobs.start_indices]
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [_finite(entry[token].logprob) for token, entry in pairs]
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise Refused(
+            "the model computed NaN as a log-probability: its weights are not finite (a diverged "
+            "run), its dtype overflows (`--dtype float32`), or the rollout is too long for the "
+            "model (a lower `--max-model-len`)",
+            500,
+        )
+    return max(float(logprob), LOWEST_LOGPROB)
+
+
+# ------------------------------------------------------------------------- the answer of /generate
+
+
+def _reply(result: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+    """Returns the answer's JSON. Raises `Refused` if the engine ended a completion early."""
+    completions = sorted(result.outputs, key=attrgetter("index"))
+    for completion in completions:
+        if completion.finish_reason not in FINISHED:
+            raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
+    reply = {
+        "text": [completion.text for completion in completions],
+        "prompt": result.prompt or "",
+        "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "token_ids": [list(completion.token_ids) for completion in completions],
+        "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, not computed anew
+    }
+    if params.logprobs is not None:
+        reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
+    if params.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = [_prompt_entry(entry) for entry in result.prompt_logprobs]
+    return reply
+
+
+def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
+    """Returns a list for each token, with the log-probability of the sampled one alone."""
+    logprobs = _sampled_logprobs(completion)
+    entries = []
+    for token, logprob in zip(completion.token_ids, logprobs, strict=True):
+        entries.append([{str(token): logprob}])
+    return entries
+
+
+def _prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, float] | None:
+    if not entry:  # the first token has none
+        return None
+    return {str(token): _finite(value.logprob) for token, value in entry.items()}

@@ -1,10 +1,10 @@
 """Reads an environment's script without running it: the names of its settings, and what its
 requests ask for.
 
-`recipe.py` compares the names under `config:` with those of the script (`setting_names`), because
-Atropos silently drops a misspelt one. `check` looks at the requests (`reshaping_requests`). If the
-script alone does not tell the names, nothing is said here: the environment's own process compares
-them once it has imported everything (`environment_site/run.py`).
+`recipe_checks.py` compares the names under `config:` with those of the script (`setting_names`),
+because Atropos silently drops a misspelt one. `check` looks at the requests (`reshaping_requests`).
+If the script alone does not tell the names, nothing is said here: the environment's own process
+compares them once it has imported everything (`environment_site/run.py`).
 """
 
 import ast

@@ -298,12 +298,14 @@ def open_group(
         identity = NcclChannel.unique_id()
         common["unique_id"] = base64.b64encode(identity).decode()
         make_own = partial(NcclChannel, device, 0, world_size, identity)
-    else:
+    elif kind == "gloo":
         address = _own_address([host for host, *_ in servers])
         store, port = _bound_store(address, world_size, timeout)
         common["host"] = address
         common["port"] = port
         make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
+    else:
+        raise _unknown(kind)
     calls = []
     first_rank = 1
     for _, workers, join in servers:
@@ -325,11 +327,14 @@ def open_receiver(specification: dict, rank: int, device: torch.device) -> Chann
     kind = specification["kind"]
     if kind == "memory":
         return MemoryChannel(open_storage(specification["handle"]))
+    if kind not in ("gloo", "nccl"):
+        raise _unknown(kind)
     own_rank = specification["rank_offset"] + rank
     world_size = specification["world_size"]
     if kind == "nccl":
         identity = base64.b64decode(specification["unique_id"])
         return NcclChannel(device, own_rank, world_size, identity)
+    # gloo
     host = specification["host"]
     port = specification["port"]
     timeout = specification["timeout"]
@@ -338,6 +343,10 @@ def open_receiver(specification: dict, rank: int, device: torch.device) -> Chann
     )
     address = _own_address([host])
     return GlooChannel(store, own_rank, world_size, address, timeout)
+
+
+def _unknown(kind: str) -> ChannelError:
+    return ChannelError(f"there is no transport {kind!r}: it must be gloo, nccl or memory")
 
 
 def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:

@@ -16,7 +16,8 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn import Module
 
-from trl_atropos.batches import numerics, packing, trial
+from trl_atropos.batches import numerics, packed_attention, trial
+from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.errors import RecipeError
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model, local_parts, unwrap
@@ -46,13 +47,13 @@ class Computation:
         trainer: the `AtroposGRPOTrainer`, whose models are built.
 
     Attributes:
-        packs (`packing.How`, *optional*): How rollouts are packed into one row; `None` if they are
-            padded, and before training begins.
+        packs (`RowFormat`, *optional*): Format of the row that rollouts are packed into; `None` if
+            they are padded, and before training begins.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self.packs: packing.How | None = None
+        self.packs: RowFormat | None = None
         model = trainer.model
         accelerator = trainer.accelerator
         has_adapters = isinstance(model, PeftModel)
@@ -62,7 +63,7 @@ class Computation:
             computed = base_model(each)
             name_backbone(computed)
             keep_soft_cap(computed)
-            packing.use_packed_attention(computed)
+            packed_attention.use_packed_attention(computed)
             numerics.use(trainer.args, each, accelerator.device, trainer.is_sharded)
         self._silenced = prepare_model(model, warn=accelerator.is_main_process)
 
@@ -101,24 +102,24 @@ class Computation:
         models = [base_model(model) for model in self._models()]
         if trainer.args.padding_free:
             for model in models:
-                packing.use_packed_attention(model)
+                packed_attention.use_packed_attention(model)
             self.packs = self.how_packed()
         if self.packs is None:
             for model in models:
-                packing.use_own_attention(model)
+                packed_attention.use_own_attention(model)
         compiles = trainer.args.compile_layers
         if compiles is None:
             policy = base_model(trainer.model)
             device = trainer.accelerator.device
-            compiles = not trainer.is_sharded and packing.worth_compiling(policy, device)
+            compiles = not trainer.is_sharded and packed_attention.worth_compiling(policy, device)
         if compiles:
             for model in models:
-                packing.compile_layers(model)
+                packed_attention.compile_layers(model)
 
-    def how_packed(self) -> packing.How | None:
+    def how_packed(self) -> RowFormat | None:
         """Returns how rollouts are packed; `None` if these models must be padded."""
         trainer = self._trainer
-        how = packing.How.of(
+        how = RowFormat.of(
             base_model(trainer.model),
             trainer.accelerator.device,
             self._autocast_dtype(),
@@ -169,7 +170,7 @@ class Computation:
                 why_padded,
             )
 
-    def _first_reason(self, why_not: Callable[..., str | None], how: packing.How) -> str | None:
+    def _first_reason(self, why_not: Callable[..., str | None], how: RowFormat) -> str | None:
         """Returns what a test of `trial.py` finds against the policy or the reference model, which
         both score rows."""
         with self._trainer.accelerator.autocast():

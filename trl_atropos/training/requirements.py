@@ -8,6 +8,7 @@ from peft import PeftConfig, PeftModel
 from trl_atropos.batches import trial
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError
+from trl_atropos.modes import AdapterWay
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model
@@ -46,11 +47,11 @@ def require_arguments(
 
 
 def require_adapter(
-    model: Any, args: AtroposGRPOConfig, new: PeftConfig | None, way: adapters.Way
+    model: Any, args: AtroposGRPOConfig, new: PeftConfig | None, way: AdapterWay
 ) -> None:
     """Raises `RecipeError` for an adapter that cannot be trained, or not be published this way.
     `new` is the adapter that TRL will make."""
-    adapters.require_trainable(model, args.beta)
+    adapters.require_trainable_adapter(model, args.beta)
     if new is not None:
         adapters.require_supported(new, way)
         adapters.require_reference(new, args.beta)
@@ -58,7 +59,7 @@ def require_adapter(
         adapters.require_supported(model.peft_config[adapters.trained_adapter(model)], way)
 
 
-def require_trainable(trainer: Any) -> None:
+def require_trainable_model(trainer: Any) -> None:
     """Raises `RecipeError` or `ValueError` for a model that cannot be trained, or not be served."""
     model = trainer.model
     adapters.require_served(model, trainer.policy_publisher.adapter_way)

@@ -1,14 +1,14 @@
 """Refuses adapters of PEFT that cannot be trained, or cannot reach the servers, before anything
 starts.
 
-`recipe.py` calls `require_supported` for the adapter of a recipe. The trainer's constructor calls
-it for any adapter that comes from Python, with `require_trainable` before TRL wraps the model, and
-`require_served` after.
+`recipe_checks.py` calls `require_supported` for the adapter of a recipe. The trainer's constructor
+calls it for any adapter that comes from Python, with `require_trainable_adapter` before TRL wraps
+the model, and `require_served` after.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType, get_peft_model_state_dict
@@ -18,10 +18,7 @@ from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_atropos.errors import RecipeError
-
-# How an adapter reaches the servers: merged into the weights, or alone, as an adapter. None: there
-# are no servers.
-Way = Literal["merged", "alone"] | None
+from trl_atropos.modes import AdapterWay
 
 EMBEDDING = "embed_tokens"  # as most families name their embeddings, and as PEFT knows them
 HEAD = "lm_head"
@@ -33,9 +30,9 @@ OF_BASE = ("pissa", "olora", "corda", "loftq")
 MERGE = "use `vllm_mode: server`, which sends merged weights"
 
 
-EVERYWHERE: tuple[Way, ...] = (None, "merged", "alone")
-SERVERS: tuple[Way, ...] = ("merged", "alone")
-ALONE: tuple[Way, ...] = ("alone",)
+EVERYWHERE: tuple[AdapterWay, ...] = (None, "merged", "alone")
+SERVERS: tuple[AdapterWay, ...] = ("merged", "alone")
+ALONE: tuple[AdapterWay, ...] = ("alone",)
 
 
 def _head(config: PeftConfig) -> str:
@@ -62,7 +59,7 @@ class Limit(NamedTuple):
     """One setting of an adapter's config that does not work everywhere."""
 
     setting: str
-    ways: tuple[Way, ...]  # in which it is refused
+    ways: tuple[AdapterWay, ...]  # in which it is refused
     reason: str
     # returns its value, or something false if that value works everywhere
     read: Callable[[PeftConfig], Any] | None = None
@@ -148,7 +145,7 @@ OF_REFERENCE = (  # of a `LoraConfig`, if `beta` compares with the model without
 )
 
 
-def require_supported(config: PeftConfig, way: Way, in_recipe: bool = False) -> None:
+def require_supported(config: PeftConfig, way: AdapterWay, in_recipe: bool = False) -> None:
     """Raises `RecipeError` for an adapter that cannot be trained, or cannot reach the servers.
 
     The message names the settings of a recipe, if the config comes from one (`in_recipe`).
@@ -217,7 +214,7 @@ def require_whole_model(name: str) -> None:
         )
 
 
-def require_trainable(model: Any, beta: float) -> None:
+def require_trainable_adapter(model: Any, beta: float) -> None:
     """Raises `RecipeError` for a model whose adapters are not ready to be trained."""
     if isinstance(model, str):
         require_whole_model(model)
@@ -315,7 +312,7 @@ def _require_referenced(model: PeftModel, name: str, beta: float) -> None:
         raise RecipeError(what, f"{seen}, bias: {config.bias}", "Set `beta=0.0`.", "adapter")
 
 
-def require_served(model: torch.nn.Module, way: Way) -> None:
+def require_served(model: torch.nn.Module, way: AdapterWay) -> None:
     """Raises `RecipeError` for layers whose adapter a server, a checkpoint or the loss would not
     get whole."""
     head = model.get_output_embeddings()

@@ -524,7 +524,7 @@ def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tens
 # ----------------------------------------------------------------- the model that a run begins with
 
 
-def require_trainable(model: ModelConfig, trusted: bool) -> None:
+def require_causal_model(model: ModelConfig, trusted: bool) -> None:
     """Raises `RecipeError` if the model cannot be loaded and trained. If it is `trusted`, code that
     comes with it may run."""
     name = model.model_name_or_path

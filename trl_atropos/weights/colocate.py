@@ -18,6 +18,7 @@ from trl.trainer.utils import create_model_from_path
 
 from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
+from trl_atropos.modes import COLOCATE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import mps_runs
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Colocate(Transfer):
     """Trains, on each rank, the memory of a server of its own, on the rank's device."""
 
+    mode = COLOCATE
     steps_in_place = True
-    adapter_way = "alone"
 
     def __init__(self, servers: Servers):
         super().__init__(servers)

@@ -25,6 +25,7 @@ from peft import PeftModel
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
+from trl_atropos.modes import RESTART, SERVER
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
@@ -80,6 +81,8 @@ class FullWeights(Transfer):
     vLLM's loader, and note its copies. In later publishes they make the same copies, and all
     messages flow in one call. If nothing is gathered, merged or computed, the trainer notes its
     copies, too."""
+
+    mode = SERVER
 
     def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
@@ -357,6 +360,8 @@ def _num_bytes(spec: ParameterSpec) -> int:
 class Restart(Transfer):
     """Writes checkpoints below `folder`, for servers that were started by `trl-atropos serve
     --vllm_mode restart`."""
+
+    mode = RESTART
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)

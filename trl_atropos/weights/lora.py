@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from trl_atropos.distributed import on_main
 from trl_atropos.errors import AttachError
+from trl_atropos.modes import LORA, NCCL_LORA
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
@@ -58,7 +59,7 @@ class MemoryLora(Transfer):
     """Sends the adapter to servers that were started with `--enable-lora`. `base`, if any, shares
     the frozen base with them."""
 
-    adapter_way = "alone"
+    mode = NCCL_LORA
     # requests in flight keep their adapter, and new requests have prefixes of their own
     clear_cache = False
 
@@ -160,7 +161,7 @@ class FileLora(Transfer):
     """Writes the adapter below `folder`, for servers that were also started with
     `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."""
 
-    adapter_way = "alone"
+    mode = LORA
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trl_atropos.metrics.timing import Stopwatch
-from trl_atropos.weights.adapters import Way
+from trl_atropos.modes import AdapterWay
 
 
 def do_nothing() -> None:
@@ -42,7 +42,7 @@ class PolicyPublisher:
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     @property
-    def adapter_way(self) -> Way:
+    def adapter_way(self) -> AdapterWay:
         """The way in which an adapter reaches the servers."""
         return None
 

@@ -23,10 +23,10 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError
 from trl_atropos.metrics.timing import PUBLISH
+from trl_atropos.modes import AdapterWay
 from trl_atropos.protocol import ServerInfo, tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
-from trl_atropos.weights.adapters import Way
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
@@ -128,8 +128,8 @@ class ServerPublisher(PolicyPublisher):
         self._proof = Proof(self.servers, [])  # compares nothing until `attach`
 
     @property
-    def adapter_way(self) -> Way:
-        return self.transfer.adapter_way
+    def adapter_way(self) -> AdapterWay:
+        return self.transfer.mode.adapter_way
 
     @property
     def trainer_version(self) -> int:

@@ -7,8 +7,8 @@ branch more for each resume. A checkpoint has the path of the run that saved it,
 last. The checkpoint of step 150 on `[[a, 0]]` is not in the past of a run on `[[a, 0], [b, 100]]`,
 which went back to step 100.
 
-`trl_atropos.recipe.check_files` calls `starting_checkpoint` before a service is started, and so
-does `AtroposGRPOTrainer.train`, which then calls `move_aside` or `say_which`. The callback
+`trl_atropos.recipe_checks.check_files` calls `starting_checkpoint` before a service is started, and
+so does `AtroposGRPOTrainer.train`, which then calls `move_aside` or `say_which`. The callback
 `RunPath` writes the path.
 """
 

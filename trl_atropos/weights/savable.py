@@ -1,6 +1,6 @@
 """Finds before the first step whatever the saving of a checkpoint would refuse.
 
-`trl_atropos.recipe.check_files` calls `require_writable` and `require_savable_generation` before a
+`recipe_checks.check_files` calls `require_writable` and `require_savable_generation` before a
 run starts its servers. `AtroposGRPOTrainer` calls `require_savable` when it is built: it saves all
 that is small into a folder that it removes again, and compares the tensors with the room on the
 disk.
@@ -90,7 +90,7 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
                 "Give the adapter a configuration whose values are plain numbers, texts and lists.",
             )
     # With `restart`, the adapter is merged into it.
-    saves_base = not isinstance(model, PeftModel) or trainer.args.vllm_mode == "restart"
+    saves_base = not isinstance(model, PeftModel) or trainer.args.mode.restarts_engine
     if saves_base and isinstance(base_model(model), PreTrainedModel):
         yield from _parts_of_base(base_model(model), trainer.is_sharded, folder)
     if trainer.processing_class is not None:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_atropos.errors import AttachError, ServerError
+from trl_atropos.modes import Mode
 from trl_atropos.protocol import Attachment, ParameterSpec, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
-from trl_atropos.weights.adapters import Way
 
 ROOM = 0.05  # share of a GPU's memory that `leave_room` leaves
 
@@ -45,18 +45,18 @@ class Transfer(ABC):
     (`trl.experimental.async_grpo`). `load` and `attach` do the work of its `init_weight_transfer`.
 
     Attributes:
+        mode (`Mode`): The `vllm_mode` that moves weights in this way.
         in_place (`bool`): This process writes into the server's memory, so that its death would
             leave the weights torn.
         steps_in_place (`bool`): The optimizer's step writes there, so that the server is paused
             around the step.
-        adapter_way (`Way`): How the mode brings an adapter to the servers.
         clear_cache (`bool`): Requests in flight recompute what they cached, because the weights
             that they use change.
     """
 
+    mode: Mode
     in_place = False
     steps_in_place = False
-    adapter_way: Way = "merged"
     clear_cache = True
 
     def __init__(self, servers: Servers):
@@ -100,10 +100,17 @@ class Transfer(ABC):
 def open_views(
     parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Opens the server's memory and compares it, bit for bit, with the values that the trainer has
-    loaded. Returns (views, refused), both by parameter name: the server's memory, and the reason if
-    a parameter has no view. A few parameters differ because vLLM transforms them after loading. If
-    most do, the server has other weights: an `AttachError`."""
+    """
+    Opens the server's memory and compares it, bit for bit, with the values that the trainer has
+    loaded.
+
+    Returns:
+        `(views, refused)`, both by parameter name: the server's memory, and the reason if a
+        parameter has no view. A few parameters differ because vLLM transforms them after loading.
+
+    Raises:
+        AttachError: Most parameters differ, so that the server has other weights.
+    """
     storages = [open_storage(handle) for handle in attachment.storages]
     views = {}
     differing = []
@@ -181,22 +188,29 @@ def shares_gpu(servers: Servers, device: torch.device) -> bool:
 
 
 def leave_room(device: torch.device) -> None:
-    """Forbids torch the last `ROOM` of a GPU: before, it gives back memory that it keeps for later.
-    Otherwise the server would not find the memory of its next step, and die."""
+    """Limits this process to a part of the GPU's memory that leaves `ROOM` free. At the limit,
+    torch gives back memory that it keeps for later. Without the limit, the server would not find
+    the memory of its next step, and die."""
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    allowed = max(reserved, reserved + free - ROOM * total)
+    room = ROOM * total
+    allowed = max(reserved, reserved + free - room)
     torch.cuda.set_per_process_memory_fraction(allowed / total, device.index)
 
 
 def open_channel(
     transport: str, servers: Servers, device: torch.device, num_bytes: int
 ) -> channels.Channel:
-    """Opens a channel to all of this rank's servers, for messages of up to `num_bytes`."""
+    """Opens a channel to all of this rank's servers, for messages of up to `num_bytes`. Raises
+    `AttachError` if they do not join, or if there is no such `transport`."""
     if transport == "memory":
         channel, specification = channels.open_memory(device, num_bytes)
         servers.each_here(lambda client: client.open_channel(specification))
         return channel
+    if transport not in ("nccl", "gloo"):
+        raise AttachError(
+            f"`weight_transport` is {transport!r}: set it to auto, nccl, gloo or memory."
+        )
     members = []
     for client, info in zip(servers.clients, servers.infos, strict=True):
         members.append((client.host, info.num_workers, client.open_channel))
@@ -218,9 +232,12 @@ def send_messages(
     servers: Servers,
     receive: Callable[[ServerClient], None],
 ) -> None:
-    """Sends messages one after the other while `receive` lets every server take them. Each is a
-    buffer of the channel. It is filled when the iterator yields it, after the last but one has
-    arrived. Raises `ServerError` if a server does not take all."""
+    """Sends messages one after the other while `receive` lets every server take them. Raises
+    `ServerError` if a server does not take all.
+
+    Each message is a buffer of the channel, which the iterator fills when it yields the message. By
+    then, the last but one has arrived: message 3 may lie where message 1 lay.
+    """
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
@@ -235,9 +252,19 @@ def send_messages(
     def begin_to_receive() -> Future:
         return channels.in_background(lambda: servers.each_here(receive))
 
-    def wait_for(arrived: Callable[[bool], bool]) -> None:
+    def oldest_has_arrived() -> bool:
+        channels.has_ended(receiving)  # raises the error of a server
+        has_arrived = traveling[0]
+        return has_arrived()
+
+    def all_have_arrived() -> bool:
+        if not channels.has_ended(receiving):
+            return False
+        return all(has_arrived() for has_arrived in traveling)
+
+    def wait_until(done: Callable[[], bool]) -> None:
         what = f"{names} to receive {num_bytes} bytes"
-        channels.wait_for(lambda: arrived(channels.has_ended(receiving)), servers.timeout, what)
+        channels.wait_for(done, servers.timeout, what)
 
     # A broadcast may wait for its receivers. A message in shared memory must be there before they
     # look.
@@ -250,11 +277,9 @@ def send_messages(
         for message in messages:
             num_bytes += message.numel()
             traveling.append(channel.send(message))
-            wait_for(lambda _: traveling[0]())
+            wait_until(oldest_has_arrived)
             traveling.popleft()
-        wait_for(
-            lambda all_received: all_received and all(has_arrived() for has_arrived in traveling)
-        )
+        wait_until(all_have_arrived)
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's

@@ -1,0 +1,380 @@
+"""Prepares a model for packed rows: its attention stops at the borders between rollouts, and its
+layers are compiled once for rows of all lengths.
+
+`training/computation.py` calls `use_packed_attention` and `compile_layers` before training.
+`packing.py` makes the rows, and passes `RowFormat.inputs` to the model with each. The model hands
+them on to `attend` in every layer. On GPUs and in 16 bits, one kernel for variable lengths computes
+all rollouts. Elsewhere torch's own attention computes them one by one.
+
+Rollouts with the same prompt may share it. It then stands in the row once, and the keys and values
+of each of these rollouts begin with those of the prompt.
+"""
+
+import inspect
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# `attn_implementation` of a packed model. It computes any other input as `sdpa` does.
+ATTENTION = "sdpa_packed"
+FLASH = ("flash_attention_2", "flash_attention_3")  # these find the borders by themselves
+# Torch's versions differ in the parameters of their kernel for variable lengths.
+VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+# Some models pass these to their attention beside query, key and value. They change what it
+# computes: which keys a query sees, what is added to its scores, and a cap on them.
+NOT_PACKED = ("indices", "block_indices", "position_bias", "s_aux", "softcap")
+# parameters: a run of a smaller model may end before it has won back the time of compiling
+WORTH_COMPILING = 50_000_000
+# Without this option, a norm's gradient is compiled in one way for long rows and in another for
+# short ones, of half a dozen lengths: a row of a new length would stop training for ten seconds.
+FOR_ALL_LENGTHS = {"triton.mix_order_reduction_non_strict_mode": True}
+
+
+class RowFormat(NamedTuple):
+    """Describes how a packed row is computed: by which attention, on which device, in which
+    dtype."""
+
+    attention: str  # `attn_implementation`
+    device: torch.device
+    dtype: torch.dtype
+    multiple: int = 1  # of the row's length
+    shares: bool = False  # prompts among rollouts
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        multiple: int,
+    ) -> "RowFormat":
+        dtype = autocast or next(model.parameters()).dtype
+        return cls(model.config._attn_implementation, device, dtype, multiple)
+
+    def inputs(
+        self,
+        positions: Tensor,
+        lengths: np.ndarray,
+        shared_lengths: np.ndarray | int = 0,
+        keys: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """
+        Returns what the model gets beside the row, by the names that Transformers has for rows of
+        several sequences.
+
+        The lengths 1, 2 and 3, of which the last two begin with 1 shared token, become
+
+            rollout_lengths  1 2 3 | 1 3 4             for torch's attention, part by part
+            cu_seq_lens      0 1 3 6 | 0 1 4 8         for a kernel
+
+        of queries and of keys.
+
+        Args:
+            positions: (1, T), of each token in its rollout.
+            lengths: (parts,), tokens of each part of the row.
+            shared_lengths: (parts,), tokens of each part's keys that stand elsewhere.
+            keys: places of all parts' keys in the row; none if no prompt is shared.
+        """
+        inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
+        if keys is not None and len(keys):
+            inputs["rollout_keys"] = keys
+        counts = np.stack([lengths, lengths + shared_lengths])  # (2, parts): of queries, of keys
+        counts = torch.from_numpy(counts.astype(np.int32))
+        if self.attention == ATTENTION:
+            # A mask of four dimensions is taken as it is. To make one would wait for the device.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            is_half = self.dtype in (torch.float16, torch.bfloat16)
+            if self.device.type != "cuda" or not is_half:
+                inputs["rollout_lengths"] = counts
+                return inputs
+        return inputs | self._kernel_inputs(counts)
+
+    def _kernel_inputs(self, counts: Tensor) -> dict[str, Any]:
+        """Returns the borders of queries and keys, and their longest parts. `counts` is
+        (2, parts)."""
+        longest_query, longest_key = counts.amax(1).tolist()
+        if self.attention == ATTENTION:
+            # Each different number may be compiled anew, so there are few of them.
+            longest_query = _power_of_two(longest_query)
+            longest_key = _power_of_two(longest_key)
+        ends = counts.cumsum(1, dtype=torch.int32)
+        borders = torch.nn.functional.pad(ends, (1, 0))
+        query_borders, key_borders = borders.to(self.device)
+        return {
+            "cu_seq_lens_q": query_borders,
+            "max_length_q": longest_query,
+            "cu_seq_lens_k": key_borders,
+            "max_length_k": longest_key,
+        }
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below `number`: 8 for 5."""
+    return 1 << (number - 1).bit_length()
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Makes a model that computes torch's attention stop at the borders of packed rollouts."""
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(ATTENTION, attend)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ATTENTION)
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Undoes `use_packed_attention`. Some families choose keys themselves only if their attention
+    is named `sdpa` (DeepSeek-V3.2, GLM-5): under another name they compute another model."""
+    if model.config._attn_implementation == ATTENTION:
+        model.set_attn_implementation("sdpa")
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rollout_keys: Tensor | None = None,
+    rollout_lengths: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """
+    Computes attention as Transformers' own functions do, and stops at the borders of rollouts if
+    `RowFormat.inputs` has given them. The first five arguments have Transformers' names, because
+    some models pass them by name.
+
+    Args:
+        query: (1, heads, T, head_dim).
+        key: (1, key_heads, T, head_dim), and so is `value`.
+        rollout_keys: places in the row of each part's keys, if prompts are shared.
+        rollout_lengths: (2, parts), tokens of each part's queries and keys. Then torch's attention
+            computes part by part.
+        cu_seq_lens_q: (parts + 1,), borders of the queries. Then one kernel computes all parts. It
+            finds `cu_seq_lens_k`, `max_length_q` and `max_length_k` among the options.
+
+    Returns:
+        (1, T, heads, head_dim), and no weights.
+    """
+    if rollout_lengths is None and cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    for name in NOT_PACKED:
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f"its attention takes `{name}`, which packed rollouts do not have"
+            )
+    if rollout_keys is not None:
+        key = _SharedKeys.apply(key, rollout_keys)
+        value = _SharedKeys.apply(value, rollout_keys)
+    if rollout_lengths is not None:
+        attended = _attend_part_by_part(module, query, key, value, rollout_lengths, **options)
+    else:
+        attended = _attend_at_once(query, key, value, cu_seq_lens_q=cu_seq_lens_q, **options)
+    return attended, None
+
+
+class _SharedKeys(torch.autograd.Function):
+    """Selects places of the row, (1, heads, T, head_dim). A shared prompt's gradient is summed over
+    its rollouts in float32: torch would round it to 16 bits after each of them."""
+
+    @staticmethod
+    def forward(ctx, row, places):
+        ctx.save_for_backward(places)
+        ctx.length = row.size(2)
+        return row.index_select(2, places)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        _, heads, _, head_dim = gradient.shape
+        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        sums = exact.new_zeros(1, heads, ctx.length, head_dim)
+        sums = sums.index_add_(2, places, exact)
+        return sums.to(gradient.dtype), None
+
+
+# ---------------------------------------------------------------- torch's attention, on any device
+
+
+@torch.compiler.disable
+def _attend_part_by_part(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attends to each part of the row by itself. Parts of the same lengths that stand side by side
+    are one batch."""
+    batches = _batches(lengths)
+    query_sizes = [batch.queries * batch.count for batch in batches]
+    key_sizes = [batch.keys * batch.count for batch in batches]
+    queries = query.split(query_sizes, dim=2)
+    keys = key.split(key_sizes, dim=2)
+    values = value.split(key_sizes, dim=2)
+    attended = []
+    for batch, q, k, v in zip(batches, queries, keys, values, strict=True):
+        output, _ = sdpa_attention_forward(
+            module,
+            _stacked(q, batch.count),
+            _stacked(k, batch.count),
+            _stacked(v, batch.count),
+            _mask(batch.queries, batch.keys, sliding_window, query.device),
+            **options,
+        )
+        attended.append(output.flatten(0, 1))
+    if len(attended) == 1:
+        return attended[0][None]
+    return torch.cat(attended)[None]
+
+
+class _Batch(NamedTuple):
+    """Counts parts that stand side by side and have the same numbers of queries and keys."""
+
+    queries: int  # of each part
+    keys: int  # of each part
+    count: int  # of the parts
+
+
+def _batches(lengths: Tensor) -> list[_Batch]:
+    """Returns the batches in `lengths`, (2, parts). `3 4 4 | 3 7 7` give (3, 3, 1) and
+    (4, 7, 2)."""
+    batches = []
+    for (queries, keys), same in groupby(lengths.T.tolist()):
+        count = len(list(same))
+        batches.append(_Batch(queries, keys, count))
+    return batches
+
+
+def _stacked(states: Tensor, count: int) -> Tensor:
+    """Returns states (1, heads, count * length, head_dim) as (count, heads, length, head_dim)."""
+    parts = states[0].unflatten(1, (count, -1))  # (heads, count, length, head_dim)
+    return parts.transpose(0, 1)
+
+
+def _mask(
+    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
+) -> Tensor | None:
+    """
+    Returns which keys each query sees, (1, 1, queries, keys), or `None` if it sees all up to its
+    own. The queries are those of the last keys. With 2 queries, 4 keys and a window of 2:
+
+        distance    2  1  0 -1        seen    0  1  1  0
+                    3  2  1  0                0  0  1  1
+    """
+    reach = num_keys
+    if sliding_window is not None:
+        reach = min(sliding_window, num_keys)
+    if num_queries == num_keys and reach == num_keys:
+        return None
+    key_places = torch.arange(num_keys, device=device)
+    query_places = key_places[num_keys - num_queries :]
+    distance = query_places[:, None] - key_places
+    seen = (distance >= 0) & (distance < reach)
+    return seen[None, None]
+
+
+# ----------------------------------------------------------------------------- one kernel, on GPUs
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attends to all rollouts in one kernel, which finds them by the borders."""
+    window = -1
+    if sliding_window is not None:
+        window = sliding_window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" in VARLEN_PARAMETERS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    attended = varlen_attn(
+        _tokens_first(query),
+        _tokens_first(key),
+        _tokens_first(value),
+        cu_seq_q=cu_seq_lens_q,
+        cu_seq_k=cu_seq_lens_k,
+        max_q=max_length_q,
+        max_k=max_length_k,
+        **options,
+    )
+    return attended[None]
+
+
+def _tokens_first(states: Tensor) -> Tensor:
+    """Returns states (1, heads, T, head_dim) as (T, heads, head_dim)."""
+    return states[0].transpose(0, 1).contiguous()
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compiles each decoder layer when it is first used: its norms, rotary embedding and
+    activations become a few kernels."""
+    layers = []
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            layers.append(module)
+    for layer in layers:
+        layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)
+    if not layers:
+        return
+    if any(parameter.requires_grad for parameter in layers[0].parameters()):
+        # Otherwise an adapter's first layer is compiled for itself. Transformers'
+        # `enable_input_require_grads` would have it compiled once more for scores.
+        model.get_input_embeddings().register_forward_hook(_require_gradients)
+
+
+def _require_gradients(embedding: torch.nn.Module, inputs: tuple, embedded: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()
+    return embedded
+
+
+def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
+    """Returns whether compiling pays, as measured on GPUs for dense models of 0.3 M to 8 B
+    parameters."""
+    if device.type != "cuda" or has_experts(model):
+        return False
+    return model.num_parameters() >= WORTH_COMPILING
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Returns whether the model is a mixture of experts. Some families have experts in a module's
+    name, Granite in that of its class only."""
+    for name, module in model.named_modules():
+        if "expert" in (name + type(module).__name__).lower():
+            return True
+    return False
