@@ -23,8 +23,16 @@ from typing import Any
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
-from trl_atropos.rollouts.intake import REJECTED, Intake
-from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, Arrival, BatchPuller
+from trl_atropos.rollouts.deliveries import Arrival
+from trl_atropos.rollouts.drop_reasons import (
+    LOST_IN_DELIVERY,
+    OVER_SHARE,
+    REJECTED,
+    STALE,
+    ZERO_VARIANCE,
+)
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.pull import BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, staleness
 from trl_atropos.rollouts.spool import FileHeader, Spool, oldest_cursor
 from trl_atropos.rollouts.versions import VersionBook
@@ -33,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 0.5  # seconds
 GIGABYTE = 1e9
-STALE = "stale"
-ZERO_VARIANCE = "zero_variance"
-OVER_SHARE = "over_share"
 REFRESH = 10.0  # seconds after which the environments' weights are asked for again
 FORGET = 120.0  # seconds without a rollout after which an environment no longer counts
 
@@ -419,14 +424,16 @@ class Feed:
         dropped = Counter(header.dropped)
         rollouts: list[Rollout] = []
         if arrival.batch is not None:
-            dropped_before = self.intake.total_dropped
+            total_before = self.intake.total_dropped
             # Groups are numbered from their batch's start: no other batch has these numbers.
             rollouts = self.intake.admit(
                 arrival.batch, self.diagnosis.names(), first_group=header.start
             )
-            dropped = self.intake.total_dropped - dropped_before
-            # Rollouts of unreadable groups, whose number nobody knows, are missing in both counts.
-            dropped[REJECTED] += header.size - len(rollouts) - dropped.total()
+            dropped = self.intake.total_dropped - total_before
+            # The intake cannot count the rollouts of a group that is unreadable. The size of the
+            # batch is known.
+            num_unreadable = header.size - len(rollouts) - dropped.total()
+            dropped[REJECTED] += num_unreadable
             self.versions.tag(rollouts)
             if self.selection.shares is not None:
                 env_ids = {rollout.env_id for rollout in rollouts}
@@ -462,7 +469,7 @@ class Feed:
     def _load_next(self) -> bool:
         """Appends the next file to the queue. Returns False if there is none, or if something older
         may still come."""
-        header = self.spool.next_header(self._position, self.puller.complete_until)
+        header = self.spool.next_header(self._position, self.puller.deliveries.complete_until)
         if header is None:
             return False
         position = self._position

@@ -15,43 +15,17 @@ from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
 from trl_atropos.rollouts.diagnosis import Diagnosis, Environments
-from trl_atropos.rollouts.intake import (
-    REJECTED,
-    TOO_LONG,
-    UNTRAINED,
-    Intake,
-    SingleRowGroups,
-)
-from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, BatchPuller
+from trl_atropos.rollouts.drop_reasons import DESCRIPTIONS, LOST_IN_DELIVERY, RESUMED_MID_BATCH
+from trl_atropos.rollouts.intake import Intake, SingleRowGroups
+from trl_atropos.rollouts.pull import BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
-from trl_atropos.rollouts.selection import (
-    GIGABYTE,
-    OVER_SHARE,
-    STALE,
-    ZERO_VARIANCE,
-    Accounting,
-    Feed,
-    Selection,
-    Shares,
-)
+from trl_atropos.rollouts.selection import GIGABYTE, Accounting, Feed, Selection, Shares
 from trl_atropos.rollouts.spool import Spool, open_spool
 from trl_atropos.rollouts.versions import RequestGate, VersionBook
 
 logger = logging.getLogger(__name__)
 
 BATCH_TIMEOUT = 300.0  # seconds; long, because giving up on GET /batch loses the batch
-RESUMED_MID_BATCH = "resumed_mid_batch"
-DROPPED = {  # describes these rollouts, and says what to do if a run waits for others
-    STALE: "too old (`max_staleness`: raise it, or lower "
-    "the environments' `max_batches_offpolicy`)",
-    ZERO_VARIANCE: "of equal scores (`replace_zero_variance_groups`: give tasks of the right "
-    "difficulty)",
-    OVER_SHARE: "ahead of their environment's share (`enforce_environment_weights`: look at the "
-    "logs of the others)",
-    REJECTED: "of groups that cannot be trained on",
-    TOO_LONG: "longer than `max_sequence_length`",
-    UNTRAINED: "without a token to train on",
-}
 # An environment with total_steps=-1 stops when the API's step passes this. That step also counts
 # batches that are dropped or wait here, so a limit near the trainer's own would leave the end of a
 # run without rollouts.
@@ -282,7 +256,7 @@ class AtroposSource:
     def catching_up(self) -> float:
         """Returns the seconds in which the API gave out what was queued there, of which the oldest
         comes last."""
-        return self._feed.puller.catching_up
+        return self._feed.puller.deliveries.catching_up
 
     def metrics(self) -> dict[str, float]:
         """
@@ -297,7 +271,8 @@ class AtroposSource:
         - `rollouts/waiting_rows`: pulled, and not yet handed out.
         - `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
+        reasons = (*DESCRIPTIONS, LOST_IN_DELIVERY)
+        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
         for name in self._environments.names().values():
             metrics[f"rollouts/rows_env_{name}"] = 0.0
         metrics |= self._environments.metrics()
@@ -314,8 +289,8 @@ class AtroposSource:
         `Diagnosis`), explained."""
         dropped = []
         for reason, count in self._feed.selection.dropped.items():
-            if reason in DROPPED:
-                dropped.append(f"{count} {DROPPED[reason]}")
+            if reason in DESCRIPTIONS:
+                dropped.append(f"{count} {DESCRIPTIONS[reason]}")
         if not dropped:
             return self._diagnosis.explain(self._diagnosis.why_quiet())
         return self._diagnosis.explain(
