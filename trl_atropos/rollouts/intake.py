@@ -1,6 +1,6 @@
 """From groups to rollouts that the trainer can use. What cannot be used is left out and counted.
 
-`selection.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and
+`feed.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and
 counted: one bad group must not end a run of days. If most groups of an environment are rejected for
 a reason that only the user can correct, a `RolloutError` ends the run.
 """

@@ -1,6 +1,6 @@
 """Pulls batches from a live Atropos API.
 
-`selection.Feed` calls `BatchPuller.pull` in its thread. Each call sends at most one `GET /batch`
+`feed.Feed` calls `BatchPuller.pull` in its thread. Each call sends at most one `GET /batch`
 and returns `Arrival`s: batches with their place in the run, or places whose rollouts are lost.
 `deliveries.py` finds the places.
 

@@ -3,7 +3,7 @@ from a live Atropos API.
 
 The trainer calls a source on rank 0: `start` once, then `poll` for every generation batch, and
 `state` for every checkpoint. `AtroposSource` builds the parts of a run's data flow and connects
-them, and its `Feed` (`selection.py`) does the work.
+them, and its `Feed` (`feed.py`) does the work.
 """
 
 import logging
@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
 from trl_atropos.rollouts.diagnosis import Diagnosis, Environments
 from trl_atropos.rollouts.drop_reasons import DESCRIPTIONS, LOST_IN_DELIVERY, RESUMED_MID_BATCH
+from trl_atropos.rollouts.feed import GIGABYTE, Feed
 from trl_atropos.rollouts.intake import Intake, SingleRowGroups
 from trl_atropos.rollouts.pull import BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
-from trl_atropos.rollouts.selection import GIGABYTE, Accounting, Feed, Selection, Shares
+from trl_atropos.rollouts.selection import Accounting, Selection, Shares
 from trl_atropos.rollouts.spool import Spool, open_spool
 from trl_atropos.rollouts.versions import RequestGate, VersionBook
 

@@ -1,7 +1,7 @@
 """The source's requests to the inference servers: which policy versions sampled a rollout
 (`VersionBook`), and when environments may sample (`RequestGate`).
 
-The servers note every completion that they sample. `selection.Feed` asks for these notes when
+The servers note every completion that they sample. `feed.Feed` asks for these notes when
 rollouts have come. `pull.py` closes the gate before a batch comes, and `Feed` opens it when the
 policy is new.
 """
