@@ -55,11 +55,14 @@ class Shares:
     slack: int  # rollouts by which an environment may be ahead, for those that deliver in bursts
 
     def __post_init__(self):
+        # The thread that pulls uses these, by the environment's number at the API.
         self._last_seen: dict[int, float] = {}
         self._last_refresh = 0.0
-        self._weights: dict[int, float] = {}  # replaced as a whole, because another thread reads it
-        self._counted: set[int] = set()  # the environments of which `_trained` counts rollouts
-        self._trained: Counter[int] = Counter()
+        # Replaced as a whole, because the trainer's thread reads it.
+        self._weights: dict[int, float] = {}
+        # The trainer's thread uses these.
+        self._trained: Counter[int] = Counter()  # rollouts, by environment
+        self._counted: set[int] = set()  # the environments that `_trained` counts
         self._group = -1  # the latest group
         self._group_is_admitted = True
 
@@ -71,7 +74,8 @@ class Shares:
             self._last_seen[env_id] = now
         active = [env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET]
         is_fresh = now - self._last_refresh < REFRESH
-        if is_fresh and set(active) == self._weights.keys():
+        is_complete = set(active) == self._weights.keys()
+        if is_fresh and is_complete:
             return
         with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             weights = {}
@@ -83,8 +87,8 @@ class Shares:
             self._last_refresh = now
 
     def admits(self, rollout: Rollout) -> bool:
-        """Returns whether a rollout may be trained now: all of a group, or none. Called for every
-        rollout, in order."""
+        """Returns whether a rollout may be trained now. The rollouts of a group all may, or none.
+        Called for every rollout, in order."""
         weights = self._weights
         env_id = rollout.env_id
         if env_id not in weights:
@@ -94,7 +98,8 @@ class Shares:
             self._counted = set(weights)
             self._trained.clear()
         if rollout.group != self._group:
-            due = self._trained.total() * weights[env_id] / sum(weights.values())
+            total_weight = sum(weights.values())
+            due = self._trained.total() * weights[env_id] / total_weight
             ahead = self._trained[env_id] - due
             self._group = rollout.group
             self._group_is_admitted = ahead < self.slack
@@ -106,7 +111,7 @@ class Shares:
 @dataclass(eq=False)
 class Selection:
     """
-    Decides of each rollout whether it is trained, and counts it.
+    Decides whether each rollout is trained, and counts it.
 
     The trainer's thread decides and counts. The feed's thread reads `cursor` and `state`, and tells
     `shares` which environments sent something.
@@ -133,7 +138,7 @@ class Selection:
 
     def __post_init__(self):
         self.dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics`
-        # Of each rollout handed out since then.
+        # For each rollout handed out since then: its staleness, environment, and time in the queue.
         self._staleness: list[int | None] = []
         self._environments: list[str | int | None] = []
         self._queue_seconds: list[float] = []
@@ -149,8 +154,8 @@ class Selection:
         self.cursor += header.missing
 
     def admits(self, rollout: Rollout, header: FileHeader, version: int) -> bool:
-        """Returns whether a rollout is trained, at policy version `version`. What is dropped stays
-        dropped: it only grows older."""
+        """Returns whether a rollout is trained, at policy version `version`. One that is dropped
+        stays dropped: it only grows older."""
         self.cursor += 1
         rollout.staleness = staleness(
             rollout.policy_version,
@@ -167,8 +172,8 @@ class Selection:
         return False
 
     def _reason_to_drop(self, rollout: Rollout) -> str | None:
-        is_known = self.max_staleness is not None and rollout.staleness is not None
-        if is_known and rollout.staleness > self.max_staleness:
+        is_bounded = self.max_staleness is not None and rollout.staleness is not None
+        if is_bounded and rollout.staleness > self.max_staleness:
             return STALE
         if self.replace_zero_variance and rollout.teaches_nothing(self.distils):
             return ZERO_VARIANCE
@@ -183,18 +188,22 @@ class Selection:
         now = time.time()
         for rollout in rollouts:
             self._staleness.append(rollout.staleness)
-            self._environments.append(rollout.environment or rollout.env_id)
+            environment = rollout.environment or rollout.env_id
+            self._environments.append(environment)
             self._queue_seconds.append(now - rollout.arrived)
 
     def _update_state(self) -> None:
         """Sets `state`, which a checkpoint saves, to this moment."""
-        assert self.accounting.produced == self.cursor, f"{self.accounting} at {self.cursor}"
-        accounting = vars(self.accounting) | {
-            "dropped": dict(self.accounting.dropped)  # Transformers cannot copy a Counter
+        accounting = self.accounting
+        assert accounting.produced == self.cursor, f"{accounting} at {self.cursor}"
+        books = {
+            "trained": accounting.trained,
+            "dropped": dict(accounting.dropped),  # Transformers cannot copy a Counter
+            "lost_with_api": accounting.lost_with_api,
         }
         self.state: dict[str, Any] = {
             "cursor": self.cursor,
-            "books": accounting,
+            "books": books,
             "lineage": self.policy_branches,
         }
 
@@ -205,25 +214,27 @@ class Selection:
             metrics[f"rollouts/dropped_{reason}"] = float(count)
         handed_out = len(self._staleness)
         dropped = self.dropped.total()
-        if handed_out + dropped:
-            metrics["rollouts/share_dropped"] = dropped / (handed_out + dropped)
+        total = handed_out + dropped
+        if total:
+            metrics["rollouts/share_dropped"] = dropped / total
         if handed_out:
-            metrics |= self._metrics_of_handed_out(handed_out)
+            metrics |= self._metrics_of_handed_out()
         self.dropped = Counter()
         self._staleness = []
         self._environments = []
         self._queue_seconds = []
         return metrics
 
-    def _metrics_of_handed_out(self, handed_out: int) -> dict[str, float]:
+    def _metrics_of_handed_out(self) -> dict[str, float]:
         metrics = {"rollouts/queue_seconds": fmean(self._queue_seconds)}
         known = [steps for steps in self._staleness if steps is not None]
-        metrics["rollouts/share_unknown_version"] = (handed_out - len(known)) / handed_out
+        unknown = self._staleness.count(None)
+        metrics["rollouts/share_unknown_version"] = unknown / len(self._staleness)
         if known:
             metrics["rollouts/staleness_mean"] = fmean(known)
             metrics["rollouts/staleness_max"] = float(max(known))
         counts = Counter(self._environments)
-        del counts[None]  # the API sent no number
+        del counts[None]  # of rollouts for which the API sent no number
         self._known_environments |= counts.keys()
         for name in self._known_environments:
             metrics[f"rollouts/rows_env_{name}"] = float(counts[name])
