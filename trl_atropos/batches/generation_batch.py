@@ -279,10 +279,14 @@ class GenerationBatch:
             size = batch_size or len(input_ids)
             for begin in range(0, len(input_ids), size):
                 parts.append(slice(begin, begin + size))
-        batch = (input_ids, attention_mask, logits_to_keep, parts)
-        if self._packs is not None:
-            return packing.score_all(forward, model, *batch, self._packs, alike)
-        return without_padding(partial(forward, model), *batch, self._multiple)
+        if self._packs is None:
+            forward = partial(forward, model)
+            return without_padding(
+                forward, input_ids, attention_mask, logits_to_keep, parts, self._multiple
+            )
+        return packing.score_all(
+            forward, model, input_ids, attention_mask, logits_to_keep, parts, self._packs, alike
+        )
 
     def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to

@@ -63,8 +63,10 @@ class Intake:
         # "" for any other group.
         self._recent: defaultdict[int | None, deque[str]] = defaultdict(_last_groups)
         self._warned: set[str] = set()
-        self._counts: Counter[str] = Counter()  # of the whole run
-        self._reported: Counter[str] = Counter()  # what `metrics` has returned of them
+        # Of the whole run: dropped rollouts by reason, rejected groups, trained tokens, and tokens
+        # of unknown log-probability.
+        self._counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()  # `_counts` at the last call of `metrics`
 
     @property
     def total_dropped(self) -> Counter[str]:
@@ -142,8 +144,8 @@ class Intake:
     def _end_if_most_are_rejected(
         self, env_id: int | None, rejection: RejectedGroup | None, label: str
     ) -> None:
-        """Notes a group that came in, and raises `RolloutError` if most of the environment's last
-        groups were rejected as it was. A single one is an accident."""
+        """Notes a group that came in. Raises `RolloutError` if most of the environment's last
+        groups were rejected for the same reason. A single one is an accident."""
         recent = self._recent[env_id]
         if rejection is None or not rejection.fix:
             recent.append("")
@@ -356,7 +358,12 @@ def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | Non
 
 
 def _highest(arrays: Iterable[np.ndarray | None]) -> int:
-    return max((int(ids.max(initial=0)) for ids in arrays if ids is not None), default=0)
+    """Returns the highest id in any of the arrays, or 0 if there is none."""
+    highest = 0
+    for ids in arrays:
+        if ids is not None:
+            highest = max(highest, int(ids.max(initial=0)))
+    return highest
 
 
 def _refuse_other_temperatures(group: ScoredGroup, label: str, temperature: float) -> None:
