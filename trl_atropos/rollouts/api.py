@@ -36,7 +36,11 @@ NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
 
-class ApiUnreachable(RolloutError):
+class NoAnswer(RolloutError):
+    """The API gave no usable answer to a request."""
+
+
+class ApiUnreachable(NoAnswer):
     """There is no connection: the request was never sent, so trying again is safe."""
 
 
@@ -45,7 +49,7 @@ class RateLimited(ApiUnreachable):
     seen it."""
 
 
-class ReplyLost(RolloutError):
+class ReplyLost(NoAnswer):
     """The request was sent and no usable answer came: a batch that the API handed out in it is
     lost."""
 
@@ -171,7 +175,7 @@ class AtroposClient:
         try:
             _, content = self._request("POST", REMOVE_STRAYS)
             return msgspec.json.decode(content, type=list[int])
-        except (ApiUnreachable, ReplyLost):
+        except NoAnswer:
             return []  # the next pull finds out what is wrong
         except (RolloutError, msgspec.MsgspecError):
             return None
@@ -321,7 +325,7 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
     while True:
         try:
             return call()
-        except (ApiUnreachable, ReplyLost) as error:
+        except NoAnswer as error:
             if time.monotonic() >= deadline:
                 raise RolloutError(f"{failure} Last try: {error}") from error
         time.sleep(RETRY_PAUSE)
@@ -335,7 +339,7 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
     trainer with the same batch size and length.
 
     Raises:
-        ApiUnreachable, ReplyLost: the API does not answer. Call again.
+        NoAnswer: call again.
         RolloutError: it holds another registration, or takes none.
     """
     held = _register(client, registration, reset)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from trl_atropos.rollouts.api import (
     UNREGISTERED,
-    ApiUnreachable,
     AtroposClient,
     EnvironmentStatus,
     LatestExample,
+    NoAnswer,
     Registration,
-    ReplyLost,
     disconnect_command,
     label_of,
 )
@@ -164,7 +163,7 @@ class Diagnosis:
             environments = self.client.environments()
             if status.queue_size:
                 return self._why_no_batch(status.queue_size, environments)
-        except (ApiUnreachable, ReplyLost) as error:
+        except NoAnswer as error:
             return f"{api} does not answer: {error}."
         if environments:
             return self._why_nothing_queued(len(environments))

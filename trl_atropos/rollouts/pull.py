@@ -23,8 +23,8 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import (
     RETRY_PAUSE,
     UNREGISTERED,
-    ApiUnreachable,
     AtroposClient,
+    NoAnswer,
     RateLimited,
     Registration,
     ReplyLost,
@@ -140,7 +140,7 @@ class BatchPuller:
         somebody else reset it."""
         try:
             lost = self.join()
-        except (ApiUnreachable, ReplyLost) as error:
+        except NoAnswer as error:
             return self._note_failure(error)
         message = (
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. "
@@ -174,10 +174,9 @@ class BatchPuller:
             reply = self._request_batch()
             if reply.batch and not self._has_registered_size(reply.batch):
                 return self._discard_of_other_size(reply.batch)
-        except ReplyLost as error:
-            self.deliveries.reply_was_lost = True
-            return self._note_failure(error)
-        except ApiUnreachable as error:
+        except NoAnswer as error:
+            if isinstance(error, ReplyLost):
+                self.deliveries.reply_was_lost = True
             return self._note_failure(error)
         if reply.status == "error":
             return self._rejoin()
@@ -218,7 +217,7 @@ class BatchPuller:
             return False
         if time.monotonic() - self._last_request > LOOK_AGAIN:
             return False
-        with suppress(ApiUnreachable, ReplyLost):  # `GET /batch` finds out what is wrong
+        with suppress(NoAnswer):  # `GET /batch` finds out what is wrong
             return self.client.status().queue_size * largest < self.registration.batch_size
         return False
 
@@ -306,7 +305,7 @@ class BatchPuller:
         return arrivals
 
     def _trainer_is_forgotten(self) -> bool:
-        with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
+        with suppress(NoAnswer):  # the next pull finds out what is wrong
             return self.client.info().batch_size == UNREGISTERED
         return False
 
@@ -332,7 +331,7 @@ class BatchPuller:
         batch_size = self.registration.batch_size
         logger.warning(message, len(sizes), shown, self.client.url, batch_size)
 
-    def _note_failure(self, error: RolloutError) -> list[Arrival]:
+    def _note_failure(self, error: NoAnswer) -> list[Arrival]:
         """Has the next call try again. Raises `RolloutError` if the API has failed for too long."""
         self._must_verify = True
         self.pause = RETRY_PAUSE

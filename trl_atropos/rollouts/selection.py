@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
+from trl_atropos.rollouts.api import AtroposClient, NoAnswer
 from trl_atropos.rollouts.drop_reasons import OVER_SHARE, STALE, ZERO_VARIANCE
 from trl_atropos.rollouts.rollout import Rollout, staleness
 from trl_atropos.rollouts.spool import FileHeader
@@ -77,7 +77,7 @@ class Shares:
         is_complete = set(active) == self._weights.keys()
         if is_fresh and is_complete:
             return
-        with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
+        with suppress(NoAnswer):  # the next pull finds out what is wrong
             weights = {}
             for env_id in active:
                 status = self.client.environment(env_id)
