@@ -51,14 +51,14 @@ class RunInfo:
     # ids that the model's embedding has; None = token ids are not checked
     vocab_size: int | None = None
     policy_version: Callable[[], int] = lambda: 0  # at which a rollout polled now will be trained
-    # Takes a function to call when the next batch will be asked for soon, and what is sampled from
-    # then on is of the policy version that it is trained at, or newer.
+    # Takes a function, and calls it whenever the next batch will soon be asked for. What is sampled
+    # from then on is of the policy version at which it is trained, or newer.
     when_wanted_soon: Callable[[Callable[[], None]], None] = lambda call: None
     # `state()` in the checkpoint from which the run resumes; `{}` if it resumes without, None if it
     # begins anew.
     state: dict[str, Any] | None = None
-    # Number of the rollouts handed out before that checkpoint that are not trained yet: it was
-    # written mid-batch.
+    # Rollouts that were handed out before that checkpoint and are not trained, because it was
+    # written in the middle of a batch.
     unfinished_rows: int = 0
     # Takes why no batch comes, as far as the source knows, and returns it with what the publisher
     # knows.
@@ -77,8 +77,8 @@ class RolloutSource(Protocol):
         if `timeout` seconds passed without that many; then call again."""
 
     def catching_up(self) -> float:
-        """Returns the seconds since `start` in which rollouts came that are handed out after older
-        ones, which come later. They do not count towards `rollout_timeout`."""
+        """Returns the seconds since `start` in which only rollouts came that must wait for older
+        ones. These seconds do not count towards `rollout_timeout`."""
         return 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -156,8 +156,8 @@ class AtroposSource:
         self._reported_restarts = 0  # of the API, which `metrics` has returned
 
     def start(self, run: RunInfo) -> None:
-        """Registers and verifies. Asks for no batch: environments are let in by the first `GET
-        /batch`."""
+        """Registers, verifies, and starts the environments. Asks for no batch: the first `GET
+        /batch` lets environments in."""
         fix = (
             "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or set "
             "`start_atropos: true`."
@@ -286,8 +286,8 @@ class AtroposSource:
         return metrics
 
     def diagnose(self) -> str:
-        """Returns what was dropped here, if anything was; else what the API tells (see
-        `Diagnosis`), explained."""
+        """Returns what was dropped here, if anything was, or else what the API tells. `Diagnosis`
+        adds what the other parts of the run know."""
         dropped = []
         for reason, count in self._feed.selection.dropped.items():
             if reason in DESCRIPTIONS:
@@ -316,15 +316,15 @@ class AtroposSource:
 
 def _go_on_elsewhere(state: dict[str, Any], spool: Spool, accounting: Accounting) -> int:
     """Counts what is lost because the spool of the checkpoint is gone. Returns the new cursor."""
-    lost = state["pulled"] - state["cursor"]
-    if lost:
-        accounting.dropped[LOST_IN_DELIVERY] += lost
+    num_lost = state["pulled"] - state["cursor"]
+    if num_lost:
+        accounting.dropped[LOST_IN_DELIVERY] += num_lost
     message = (
         "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled "
         "and not yet trained are lost, and those that were pulled after it was saved. If you "
         "still have that folder, put it back and resume again."
     )
-    logger.warning(message, spool.folder, lost)
+    logger.warning(message, spool.folder, num_lost)
     return state["pulled"]
 
 
