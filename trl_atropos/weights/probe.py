@@ -60,7 +60,7 @@ CURES = (
     "that are off by as much."
 )
 
-# Of each sample: its token ids and their log-probabilities.
+# For each sample, its token ids and their log-probabilities.
 Samples = list[tuple[list[int], list[float]]]
 
 
@@ -122,8 +122,8 @@ class Probe:
         self.first: ProbeResult | None = None  # before training, or before a resumed one
 
         self.policy_version: int | None = None  # of the last probe
-        self._runs = 0  # probes
-        self._outliers = 0  # probes with outliers
+        self._runs = 0  # probes that were judged
+        self._outliers = 0  # those of them that had outliers
         self._samples: Future | None = None  # of the probe that has begun
 
         # Tokens of the run's longest rollouts.
@@ -133,7 +133,7 @@ class Probe:
             longest = min(longest, args.max_sequence_length)
         self._longest = int(longest)
         self._compared_longest = False
-        # of the longest prompt on which both sides agreed before training
+        # Has the longest prompt on which both sides agreed before training.
         self._long_plan: Plan | None = None
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
@@ -159,6 +159,7 @@ class Probe:
 
     @property
     def begun(self) -> bool:
+        """True from `begin` to `judge`."""
         return self._samples is not None
 
     def forget(self) -> None:
@@ -276,7 +277,7 @@ class Probe:
             )
 
     def _sample(self, plan: Plan) -> list[Samples]:
-        """Lets all servers of this rank sample."""
+        """Returns what all servers of this rank sample now."""
         return self.servers.each_here(lambda client: self._sample_from(client, plan))
 
     def _sample_from(self, client: ServerClient, plan: Plan) -> Samples:
@@ -289,9 +290,8 @@ class Probe:
         Returns log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in
         float64 on the CPU.
 
-        Every other probe, from the first on, has them scored by the trainer's own way of training,
-        all samples in one row if it packs rollouts. The others are scored by TRL's forward pass of
-        each sample.
+        Every other probe, from the first on, scores as the trainer does when it trains: all samples
+        in one row if it packs rollouts. The others score by TRL's forward pass of each sample.
         """
         model = self._trainer.model
         num_tokens = tokens.shape[1]
