@@ -149,7 +149,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.stopwatch = self.stopwatch
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._schedule = BatchSchedule(args)
-        # None if the configuration says how large micro-batches are
+        # None if the configuration says how large micro-batches are.
         self._token_budget: TokenBudget | None = None
         self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
         # Of this optimizer step, before clipping: a number or a tensor of one.
@@ -174,7 +174,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
             require_savable(self)
-        # also on Ctrl-C: a lease that stayed open would keep others from the server
+        # Also on Ctrl-C: a lease that stayed open would keep others from the server.
         except BaseException:
             self.policy_publisher.close()
             raise
@@ -199,8 +199,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """True if DeepSpeed or FSDP trains: both divide among ranks, and have masters of their
-        own."""
+        """True if DeepSpeed or FSDP trains: both divide the model among ranks, and have masters of
+        their own."""
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
     @property

@@ -63,10 +63,9 @@ class Deliveries:
     diagnosis: Diagnosis
 
     def __post_init__(self):
-        # A reply did not arrive since the API was known to hold no batch.
-        self.reply_was_lost = False
-        # The API may hold batches that its step counted before this run joined.
-        self.may_hold_older = False
+        # What we do not know about the API. Either is False again when it surely holds no batch.
+        self.reply_was_lost = False  # a batch may have been in it
+        self.may_hold_older = False  # batches that its step counted before this run joined
         # Seconds in which batches of a delivery came while older ones of it were still to come.
         self.catching_up = 0.0
         self._fingerprints: set[bytes] = set()  # of the batches that came
@@ -185,7 +184,7 @@ class Deliveries:
         return arrivals
 
     def note_empty(self) -> None:
-        """Notes that the API has held no batch since the last one that came before."""
+        """Notes that the API surely held no batch just now, so that no doubt from before is left."""
         self.reply_was_lost = False
         self.may_hold_older = False
 
