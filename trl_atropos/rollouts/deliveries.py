@@ -63,8 +63,8 @@ class Deliveries:
     diagnosis: Diagnosis
 
     def __post_init__(self):
-        # What we do not know about the API. Either is False again when it surely holds no batch.
-        self.reply_was_lost = False  # a batch may have been in it
+        # Doubts about the API, until it surely holds no batch (`note_empty`).
+        self.reply_was_lost = False  # and a batch may have been in it
         self.may_hold_older = False  # batches that its step counted before this run joined
         # Seconds in which batches of a delivery came while older ones of it were still to come.
         self.catching_up = 0.0
@@ -184,7 +184,7 @@ class Deliveries:
         return arrivals
 
     def note_empty(self) -> None:
-        """Notes that the API surely held no batch just now, so that no doubt from before is left."""
+        """Notes that the API surely held no batch just now: no doubt from before is left."""
         self.reply_was_lost = False
         self.may_hold_older = False
 
