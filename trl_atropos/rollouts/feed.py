@@ -45,7 +45,6 @@ class Feed:
         selection: decides which of them are trained.
         output_dir: where the checkpoints are that need the spool.
         saves: the run saves checkpoints.
-        batch_size: rollouts per generation batch.
         ahead: rollouts to have ready while nobody waits for any.
     """
 
@@ -56,7 +55,6 @@ class Feed:
     selection: Selection
     output_dir: str
     saves: bool
-    batch_size: int
     ahead: int
 
     def __post_init__(self):
@@ -131,7 +129,7 @@ class Feed:
         """Gets the next batch ready, because the policy is new: what is sampled from now on is of
         the version at which it is trained, or newer."""
         self.gate.policy_is_new = True
-        self._want(self.batch_size)
+        self._want(self.gate.batch_size)
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts since the last call, see `AtroposSource.metrics`."""

@@ -213,7 +213,6 @@ class AtroposSource:
             selection,
             output_dir=run.output_dir,
             saves=run.save_steps > 0,
-            batch_size=run.batch_size,
             ahead=self.prefetch_batches * run.batch_size,
         )
 
