@@ -190,7 +190,8 @@ class Selection:
             self._staleness.append(rollout.staleness)
             environment = rollout.environment or rollout.env_id
             self._environments.append(environment)
-            self._queue_seconds.append(now - rollout.arrived)
+            seconds = now - rollout.arrived
+            self._queue_seconds.append(seconds)
 
     def _update_state(self) -> None:
         """Sets `state`, which a checkpoint saves, to this moment."""
