@@ -275,8 +275,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return scheduler
 
     def _begin(self, optimizer: Any) -> None:
-        """Called by a callback when training begins. A run that resumes has loaded its checkpoint,
-        by the methods below."""
+        """Called by a callback when training begins. A run that resumes has loaded its checkpoint
+        by then."""
         # `save_steps` and the like are this run's
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
@@ -356,8 +356,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         TRL groups by a fixed size, `num_generations`. One group of all rollouts keeps its
         statistics defined for any batch, and what it derives from them is replaced later.
 
-        TRL scores every batch before training if `use_vllm` is set, and has no other switch. So it
-        is set here only if `_scores_first`. The loss, which is computed later, needs it set.
+        If `use_vllm` is set, TRL's body scores every batch before training, so it is set here only
+        if `_scores_first`. It is set again afterwards, because TRL's loss corrects for the sampler
+        only with it.
         """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
