@@ -304,8 +304,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         device = self.accelerator.device
         if not (self.args.chooses_token_budget and self.regroups and device.type == "cuda"):
             return None
-        trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
-        return TokenBudget(device, gradients=4 * sum(trained))  # with masters, they are float32
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        gradient_bytes = 4 * sum(sizes)  # with masters, gradients are float32
+        return TokenBudget(device, gradient_bytes)
 
     # --------------------------------------------------------------------------- a generation batch
 
@@ -374,7 +375,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""
         # Once there, the column stays: without it, TRL would show the messages of the last batch.
         has_messages = self._batch.has_messages or "messages" in self._logs["extra"]
-        return self._batch.columns(with_messages=self.log_completions and has_messages)
+        with_messages = self.log_completions and has_messages
+        return self._batch.columns(with_messages)
 
     def _measure_batch(self) -> None:
         """Corrects what TRL has logged of the generation batch, and measures it."""

@@ -224,8 +224,10 @@ class Feed:
         rollouts = self.intake.admit(batch, names, first_group=header.start)
         dropped = self.intake.total_dropped - total_before
         # The rest are of groups that are unreadable: the intake does not know how many they have.
-        dropped[REJECTED] += header.size - len(rollouts) - dropped.total()
-        return rollouts, {reason: count for reason, count in dropped.items() if count}
+        num_unreadable = header.size - len(rollouts) - dropped.total()
+        if num_unreadable:
+            dropped[REJECTED] += num_unreadable
+        return rollouts, dict(dropped)
 
     def _trim(self) -> None:
         """Removes the oldest files that no checkpoint needs, because the spool is too large."""

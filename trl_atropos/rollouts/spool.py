@@ -204,13 +204,13 @@ class Spool:
 
     def append(self, header: FileHeader, rollouts: Sequence[Rollout]) -> None:
         """Writes one batch, which then survives a power cut, and sets its rollouts' `index`."""
-        first_index = header.start + header.missing
-        for position, rollout in enumerate(rollouts):
-            rollout.index = first_index + position
         counts = [*header.dropped.values(), header.lost_with_api]
         assert min(counts) >= 0, f"{header} counts less than nothing"
-        size = header.missing + len(rollouts)
-        assert size == header.size, f"{header} with {len(rollouts)} rollouts"
+        index = header.start + header.missing
+        for rollout in rollouts:
+            rollout.index = index
+            index += 1
+        assert index == header.end, f"{header} with {len(rollouts)} rollouts"
         metadata = {HEADER: header.to_json(self.name)}
         content = file_content(to_table(rollouts).replace_schema_metadata(metadata))
         seal = SEAL % zlib.crc32(content)
