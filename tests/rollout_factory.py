@@ -183,7 +183,9 @@ class PaddedTrainer(AtroposGRPOTrainer):
     _prepare_inputs = GRPOTrainer._prepare_inputs
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        return self._noted(GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs))
+        scores = GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        self._note_training_scores(scores)
+        return scores
 
 
 def make_trainer(

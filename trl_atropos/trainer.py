@@ -6,20 +6,30 @@ The methods stand below in the order of a run. Each does its own work with a par
 micro-batches of them, `metrics/monitor.py` measures them, `training/computation.py` sets up how the
 models compute, `training/evaluation.py` evaluates, and `weights/publisher.py` publishes.
 
-The seam is `_generate_and_score_completions`. TRL's own body still pads, scores under the reference
-policy, and logs. It gets the rollouts through its `rollout_func` hook and their scores through a
-reward function. The trainer sets the advantages, because Atropos groups have sizes of their own, a
-teacher's tensors, and the places of the rollouts in the batch. `tests/trainer/test_trl_seam.py`
-fails if a private name of TRL or Transformers that is used here moves.
+The seam is `_generate_and_score_completions`. TRL's own body still pads, computes the reference
+model's log-probabilities, and logs. It gets the rollouts through its `rollout_func` hook and their
+rewards through a reward function. The trainer sets the advantages, because Atropos groups have
+sizes of their own, a teacher's tensors, and the places of the rollouts in the batch.
+`tests/trainer/test_trl_seam.py` fails if a private name of TRL or Transformers that is used here
+moves.
 
-To correct for the sampler, TRL scores every batch under the policy before training. We score first
-only if a batch serves several optimizer steps. Otherwise the training pass itself yields the same
-log-probabilities.
+TRL's own micro-batch is called a *training step* here: one call of `training_step`. It trains on
+one or several *micro-batches*, each of which is one forward and backward pass.
+
+The loss corrects for the sampler by the ratio of the policy's probabilities to the sampler's. For
+this, TRL computes the policy's log-probabilities of every batch before training. We do so only if
+we must. There are three cases:
+
+- The batch serves several optimizer steps, and the weights change between them (`_scores_first`):
+  TRL computes them before training, as `old_per_token_logps`.
+- Otherwise each training pass finds the same values. They stay in `training_scores` of the
+  `GenerationBatch`, and are compared with the sampler's when the batch is used up.
+- `vllm_importance_sampling_correction: false` corrects nothing. Then the second case has no scores.
 """
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +95,11 @@ def atropos_score(prompts, completions, score, log_extra, messages=None, **kwarg
     return score
 
 
+def _empty_item(items: list[int]) -> list[dict[str, str]]:
+    """Stands for an item of a dataset."""
+    return [{"prompt": ""}]
+
+
 class AtroposGRPOTrainer(GRPOTrainer):
     """
     GRPO on rollouts from Atropos environments.
@@ -122,18 +137,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         requirements.require_arguments(args, evaluator, kwargs)
         ranks.together(lambda: require_writable(args.output_dir))
-        self.rollout_source = source_of(args) if rollout_source is None else rollout_source
-        self.policy_publisher = publisher_of(args) if policy_publisher is None else policy_publisher
+        if rollout_source is None:
+            rollout_source = source_of(args)
+        self.rollout_source = rollout_source
+        if policy_publisher is None:
+            policy_publisher = publisher_of(args)
+        self.policy_publisher = policy_publisher
         peft_config = kwargs.get("peft_config")
         requirements.require_adapter(model, args, peft_config, self.policy_publisher.adapter_way)
         self.stopwatch = Stopwatch()
         self.policy_publisher.stopwatch = self.stopwatch
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._schedule = BatchSchedule(args)
-        # None if the configuration says how large micro-batches are
+        # None if the configuration says how large micro-batches are.
         self._token_budget: TokenBudget | None = None
         self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
-        # of this optimizer step, before clipping: a number or a tensor of one
+        # Of this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
         no_dataset = Dataset.from_dict({"prompt": [""]})
         try:
@@ -155,7 +174,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
             require_savable(self)
-        # also on Ctrl-C: a lease that stayed open would keep others from the server
+        # Also on Ctrl-C: a lease that stayed open would keep others from the server.
         except BaseException:
             self.policy_publisher.close()
             raise
@@ -180,8 +199,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """True if DeepSpeed or FSDP trains: both divide among ranks, and have masters of their
-        own."""
+        """True if DeepSpeed or FSDP trains: both divide the model among ranks, and have masters of
+        their own."""
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
     @property
@@ -226,8 +245,38 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     self.rollout_source.close()
                 self.run_log.close()
 
+    def get_train_dataloader(self) -> DataLoader:
+        """
+        Returns one empty item per training step: the rollouts come from `rollout_source`.
+
+        It is not prepared by accelerate, whose loader reads one batch ahead, which needs the next
+        policy. It is as long as the run: the end of an epoch would end a gradient accumulation in
+        the middle.
+        """
+        length = self.args.max_steps * self.args.gradient_accumulation_steps
+        return DataLoader(range(length), batch_size=1, collate_fn=_empty_item)
+
+    def create_optimizer(self, model: Module | None = None) -> torch.optim.Optimizer:
+        """Returns TRL's optimizer. Raises `RecipeError` if it leaves out a part of the adapter."""
+        optimizer = super().create_optimizer(model)
+        if not masters.steps_in_backward(self):
+            if model is None:
+                model = self.model
+            adapters.require_all_optimized(optimizer, model)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Notes the optimizer's own settings before those of a checkpoint replace them."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # The optimizer is final now, and its state is not loaded yet.
+        if optimizer is None:
+            optimizer = self.optimizer
+        self._fresh_groups = checkpoints.groups_of(optimizer)
+        return scheduler
+
     def _begin(self, optimizer: Any) -> None:
-        """Called by a callback when training begins, after a checkpoint was loaded."""
+        """Called by a callback when training begins. A run that resumes has loaded its checkpoint
+        by then."""
         # `save_steps` and the like are this run's
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
@@ -235,17 +284,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._batch = self._batch_of([])  # for the first probe, which scores as training does
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._monitor.begin()
-        device = self.accelerator.device
-        if self.args.chooses_token_budget and self.regroups and device.type == "cuda":
-            trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
-            # with masters, gradients are float32
-            self._token_budget = TokenBudget(device, gradients=4 * sum(trained))
+        self._token_budget = self._new_token_budget()
         if self.args.sync_ref_model and self.state.global_step:
             logger.warning(
                 "`sync_ref_model`: checkpoints lack the reference model, which begins as the base "
                 "model again."
             )
-        peak = peak_flops(device)
+        peak = peak_flops(self.accelerator.device)
         flops = flops_per_token(self.model)
         if peak is not None and flops is not None:
             self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
@@ -253,27 +298,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.evaluation.begin(self.state.global_step)
         self.stopwatch.start()
 
-    def create_optimizer(self, model: Module | None = None) -> torch.optim.Optimizer:
-        """Raises `RecipeError` for an optimizer that leaves out a part of the adapter."""
-        optimizer = super().create_optimizer(model)
-        if not masters.steps_in_backward(self):
-            adapters.require_all_optimized(optimizer, self.model if model is None else model)
-        return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Notes the optimizer's own settings, before those of a checkpoint replace them."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        # The optimizer is final now, and its state is not loaded yet.
-        final = self.optimizer if optimizer is None else optimizer
-        self._fresh_groups = checkpoints.groups_of(final)
-        return scheduler
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Returns one empty item per micro-batch: the rollouts come from `rollout_source`. Not
-        prepared by accelerate, whose loader reads one batch ahead, which needs the next policy. As
-        long as the run: the end of an epoch would end a gradient accumulation in the middle."""
-        length = self.args.max_steps * self.args.gradient_accumulation_steps
-        return DataLoader(range(length), batch_size=1, collate_fn=lambda items: [{"prompt": ""}])
+    def _new_token_budget(self) -> TokenBudget | None:
+        """Returns `None` if the configuration says how large micro-batches are, or nothing can be
+        measured."""
+        device = self.accelerator.device
+        if not (self.args.chooses_token_budget and self.regroups and device.type == "cuda"):
+            return None
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        gradient_bytes = 4 * sum(sizes)  # with masters, gradients are float32
+        return TokenBudget(device, gradient_bytes)
 
     # --------------------------------------------------------------------------- a generation batch
 
@@ -287,14 +320,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._batch = batch
         # the publisher has sent the weights: TRL must not
         self._last_loaded_step = self.state.global_step
-        with self._as_one_group():
+        with self._settings_of_batch():
             prompts = batch.prompts(self.processing_class)
             output = super()._generate_and_score_completions(prompts)
         output |= batch.loss_inputs(output)
         self._measure_batch()
         if "old_per_token_logps" in output:
             self._compare_with_sampler(output)
-        elif self.use_vllm:
+        elif self.use_vllm:  # the loss corrects for the sampler
             batch.expect_training_scores(output)
         return output
 
@@ -317,12 +350,17 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
 
     @contextmanager
-    def _as_one_group(self) -> Iterator[None]:
-        """Has TRL take the generation batch for one group, and score it only if `_scores_first`.
+    def _settings_of_batch(self) -> Iterator[None]:
+        """
+        Sets what TRL's body reads while it prepares the generation batch.
 
-        TRL groups by a fixed size. One group of all rollouts keeps its statistics defined for any
-        batch, and what it derives from them is replaced later. TRL would score every batch that it
-        corrects for a vLLM."""
+        TRL groups by a fixed size, `num_generations`. One group of all rollouts keeps its
+        statistics defined for any batch, and what it derives from them is replaced later.
+
+        If `use_vllm` is set, TRL's body scores every batch before training, so it is set here only
+        if `_scores_first`. It is set again afterwards, because TRL's loss corrects for the sampler
+        only with it.
+        """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
         self.num_generations = len(self._batch.rollouts)
@@ -334,41 +372,43 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self.use_vllm = use_vllm
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-        """Returns the rollouts: TRL's `rollout_func` hook."""
-        # Once there, the column stays: TRL would show the messages of the batch before in place of
-        # none.
+        """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""
+        # Once there, the column stays: without it, TRL would show the messages of the last batch.
         has_messages = self._batch.has_messages or "messages" in self._logs["extra"]
-        return self._batch.columns(with_messages=self.log_completions and has_messages)
+        with_messages = self.log_completions and has_messages
+        return self._batch.columns(with_messages)
 
     def _measure_batch(self) -> None:
         """Corrects what TRL has logged of the generation batch, and measures it."""
         batch = self._batch
         self._monitor.correct_logs(batch, self._logs)
-        measured = self.policy_publisher.pop_metrics()
+        metrics = self.policy_publisher.pop_metrics()
         if self.accelerator.is_main_process:
-            measured |= self.rollout_source.metrics()
-        self._monitor.log_policy(self.policy_publisher.policy_version, measured)
+            metrics |= self.rollout_source.metrics()
+        self._monitor.log_policy(self.policy_publisher.policy_version, metrics)
         weights = self.computation.trained_parts()
         version = self.policy_publisher.trainer_version
-        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        moved = self._monitor.weights_moved(batch, weights, version, rate)
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        moved = self._monitor.weights_moved(batch, weights, version, max(rates))
         steps_per_batch = self._schedule.optimizer_steps_per_batch
-        self._monitor.check_rollouts(batch, measured, moved, steps_per_batch)
+        self._monitor.check_rollouts(batch, metrics, moved, steps_per_batch)
         self._times.tokens = self._schedule.tokens_per_step(
             batch.num_sampled_tokens, batch.num_tokens
         )
 
     def _compare_with_sampler(self, scores: Batch) -> None:
-        """Measures the generation batch by `scores`, which has `old_per_token_logps`."""
+        """Compares the policy's log-probabilities, `old_per_token_logps` of `scores`, with the
+        sampler's."""
         self._monitor.compare_with_sampler(self._batch, scores, self._scores_first, self.use_vllm)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """Prepares inputs as TRL does, with the planned micro-batches in place of those that it
-        draws, and without their padding."""
+        """Returns what a training step trains on. TRL draws a batch; we put the planned
+        micro-batches in place of those that it draws, without their padding."""
         buffered = self._buffered_inputs
         with self.stopwatch.part(INGEST):
             super()._prepare_inputs(generation_batch)
-            if self._buffered_inputs is not buffered:
+            drew_new_batch = self._buffered_inputs is not buffered
+            if drew_new_batch:
                 self._buffered_inputs = self._batch.micro_batches(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
@@ -383,22 +423,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
             scores = self._batch.score(
                 forward, model, input_ids, attention_mask, logits_to_keep, batch_size
             )
-            if self._batch.trained is None:  # TRL reads values of the batch next
+            if not self._batch.is_training:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
-        return self._noted(scores)
+        self._note_training_scores(scores)
+        return scores
 
-    def _noted(self, scores: Scores) -> Scores:
+    def _note_training_scores(self, scores: Scores) -> None:
         """Notes the log-probabilities of a training pass. Their ratio to the sampler's goes into
         the loss."""
-        if self._batch.trained is not None:
+        if self._batch.is_training:
             logprobs, _, _ = scores
             self._gradients.note_logprobs(self._batch.trained, logprobs)
             self._batch.correct(logprobs)
-        return scores
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Returns the loss of a training step. Backward is done here for all its micro-batches but
-        the last."""
+        """Returns the loss of a training step. Does the backward pass of all its micro-batches but
+        the last, whose backward pass TRL does."""
         if return_outputs:
             raise ValueError("GRPO's loss has no outputs to return")
         self.policy_publisher.before_backward()
@@ -406,18 +446,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         losses = []
         divergences = []
         for micro_batch in others:
-            memory = nullcontext()
-            # The first would also count the gradients that it allocates. The last one's backward
-            # pass is not done here.
-            if losses and self._token_budget is not None and self._token_budget.measures:
-                memory = self._token_budget.measured(computed_tokens(micro_batch))
-            with memory:
+            is_first = not losses
+            with self._measuring_memory(micro_batch, is_first):
                 loss, divergence = self._train_on(model, micro_batch)
             losses.append(loss)
             divergences.append(divergence)
         loss, divergence = self._micro_batch_loss(model, last)
         scores = self._batch.training_scores
-        if scores is not None and self._schedule.ends_batch(self._step + 1):
+        ends_batch = self._schedule.ends_batch(self._step + 1)
+        if scores is not None and ends_batch:
             # TRL has just read values from the device, and the weights change after, or with
             # DeepSpeed in, backward.
             with self.stopwatch.part(INGEST):
@@ -429,6 +466,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         total = loss + sum(losses)
         self._gradients.note_loss(total)
         return total
+
+    def _measuring_memory(self, micro_batch: Batch, is_first: bool) -> AbstractContextManager[None]:
+        """Has the token budget measure the memory of a micro-batch whose backward pass is done
+        within. The first of a training step would also count the gradients that it allocates."""
+        budget = self._token_budget
+        if is_first or budget is None or not budget.measures:
+            return nullcontext()
+        return budget.measured(computed_tokens(micro_batch))
 
     def _train_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Does the backward pass of a micro-batch, and returns what `_micro_batch_loss` does. The
@@ -477,19 +522,23 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.args.max_grad_norm > 0:
             clipped = super()._clip_grad_norm(model)
         norm = super()._get_grad_norm(model, clipped)
-        self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self._gradient_norm = norm
 
     def _require_finite_gradient(self) -> None:
         """Ends the training before a step on a gradient that is not finite, or leaves the step
         out."""
-        norm = None if self._gradient_norm is None else float(self._gradient_norm)
+        norm = None
+        if self._gradient_norm is not None:
+            norm = float(self._gradient_norm)
         if not self._gradients.takes(norm, self.state.global_step + 1, self.accelerator):
             self.optimizer.zero_grad()  # optimizers pass over parameters without a gradient
         if self.accelerator.is_main_process:
             self._monitor.log({f"health/{SIGNAL}": float(self._gradients.left_out)})
 
     def _clip_grad_norm(self, model: Module) -> Any:
-        """Returns the norm that `training_step` has found, and clipped by."""
+        """Returns the norm by which `training_step` has clipped."""
         return self._gradient_norm
 
     def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
@@ -520,7 +569,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Module, trial: Any) -> None:
         """Saves a whole checkpoint, or none."""
-        # a run that resumes here cannot make them any more
+        # A run that resumes here cannot make the earlier evaluations any more.
         self.evaluation.wait(before=self.state.global_step)
         if self.accelerator.is_main_process:
             self._schedule.warn_of_unfinished_batch(self._step, self.state.global_step)
@@ -543,8 +592,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             saving.load_policy(self, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """Loads it as a run that resumes does: Transformers would pass over what some families save
-        under other names, and over one of several adapters."""
+        """Loads the best checkpoint as a run that resumes does: Transformers would pass over what
+        some families save under other names, and over one of several adapters."""
         best = self.state.best_model_checkpoint
         load = super()._load_best_model
         if not self.is_sharded:
@@ -567,7 +616,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags=None
     ) -> None:
         """Writes TRL's card, with the reward, environments, settings and versions of the run."""
-        model_name = model_name or Path(self.hub_model_id or self.args.output_dir).name
+        if not model_name:
+            model_name = Path(self.hub_model_id or self.args.output_dir).name
         super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             saving.complete_model_card(self)

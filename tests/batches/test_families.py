@@ -32,14 +32,14 @@ DIFFERENT = (
 class Recording(AtroposGRPOTrainer):
     """Keeps the log-probabilities that the training passes found, by rollout."""
 
-    def _noted(self, scores):
+    def _note_training_scores(self, scores):
         micro_batch = self._batch.trained
         if micro_batch is not None:
             for index, logprobs in zip(
                 micro_batch["row_index"].tolist(), scores[0].detach(), strict=True
             ):
                 self.found[index] = logprobs
-        return super()._noted(scores)
+        super()._note_training_scores(scores)
 
 
 def save(name: str, folder: Path) -> None:

@@ -32,9 +32,10 @@ def settings(**fields: Any) -> SimpleNamespace:
 def batch_of_rank(rank: int, ranks: int, **fields: Any) -> GenerationBatch:
     intake = Intake(64, 1.0, "refuse")
     groups = [make_group(0, 1, 0, 1), make_group(1, 0, 0, 0)]
-    rollouts = [
-        rollout for group in groups for rollout in intake.rollouts_of(parse_group(group), "0")
-    ]
+    rollouts = []
+    for group in groups:
+        usable, _ = intake.rollouts_of(parse_group(group), "0")
+        rollouts += usable
     accelerator = SimpleNamespace(
         process_index=rank, num_processes=ranks, device=torch.device("cpu")
     )

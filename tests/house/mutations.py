@@ -416,7 +416,7 @@ MUTATIONS: list[Mutation] = [
         "tests/rollouts/test_atropos_source.py::test_environments_are_told_of_the_run_and_of_no_last_step",
     ),
     Mutation(
-        "trl_atropos/rollouts/selection.py",
+        "trl_atropos/rollouts/feed.py",
         "        self.gate.release()\n",
         "",
         "tests/rollouts/test_resume.py::test_the_requests_that_wait_begin_when_the_run_ends",

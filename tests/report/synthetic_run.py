@@ -19,7 +19,8 @@ from trl_atropos.metrics.health import Health
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.selection import Accounting
-from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool, TrainerLogprobs
+from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.services.evaluations import Result
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step

@@ -30,7 +30,8 @@ from trl_atropos.report.run_folder import (
 )
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
-from trl_atropos.rollouts.spool import FileHeader, Spool, TrainerLogprobs
+from trl_atropos.rollouts.spool import FileHeader, Spool
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
 FIRST = [["a", 0]]
 

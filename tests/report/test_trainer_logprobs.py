@@ -24,7 +24,8 @@ from trl_atropos.report.run_folder import read_run, rollouts_of, trainer_logprob
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource
-from trl_atropos.rollouts.spool import Spool, TrainerLogprobs, read_rollouts
+from trl_atropos.rollouts.spool import Spool, read_rollouts
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.services.manager import free_port
 from trl_atropos.weights.publisher import NullPublisher
 

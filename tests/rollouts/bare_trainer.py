@@ -4,10 +4,9 @@ comes."""
 import time
 
 from trl_atropos.rollouts.api import (
-    ApiUnreachable,
     AtroposClient,
+    NoAnswer,
     Registration,
-    ReplyLost,
     join,
 )
 from trl_atropos.rollouts.diagnosis import Diagnosis
@@ -50,7 +49,7 @@ class BareTrainer:
                 self.restarts += 1
                 self.diagnosis.note_restart()
                 return None
-        except (ApiUnreachable, ReplyLost):
+        except NoAnswer:
             return None
         if reply.batch:
             self.diagnosis.note(reply.batch)

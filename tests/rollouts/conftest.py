@@ -140,7 +140,8 @@ def admitted(group: Any, **settings: Any) -> list[Rollout]:
     outcomes: list[list[Rollout] | RejectedGroup] = []
     for raw in (group, text_of(group)):
         try:
-            outcomes.append(Intake(**asked).rollouts_of(parse_group(raw), "0"))
+            rollouts, _ = Intake(**asked).rollouts_of(parse_group(raw), "0")
+            outcomes.append(rollouts)
         except RejectedGroup as refusal:
             outcomes.append(refusal)
     first, second = outcomes

@@ -16,7 +16,7 @@ import pytest
 
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts import diagnosis, pull
+from trl_atropos.rollouts import deliveries, diagnosis, pull
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
@@ -636,7 +636,7 @@ def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means
 def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(
     api, open_source, monkeypatch, caplog
 ):
-    monkeypatch.setattr(pull, "PROGRESS", 0.02)
+    monkeypatch.setattr(deliveries, "PROGRESS", 0.02)
     source = open_source()
     api.deliver(*groups(*range(400)))
     began = time.monotonic()

@@ -12,7 +12,8 @@ from trl_atropos.rollouts.wire import parse_group
 
 def rows(group, single_row_groups="refuse") -> list[Rollout]:
     parsed = parse_group(group)
-    return Intake(64, 1.0, single_row_groups).rollouts_of(parsed, "0")
+    rollouts, _ = Intake(64, 1.0, single_row_groups).rollouts_of(parsed, "0")
+    return rollouts
 
 
 def trl_advantages(rewards: torch.Tensor, num_generations: int, scale_rewards: str) -> torch.Tensor:

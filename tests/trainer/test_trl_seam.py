@@ -182,7 +182,7 @@ def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
 
 
 OVERRIDDEN = [
-    "train", "create_optimizer", "create_scheduler", "get_train_dataloader", "_generate_and_score_completions",
+    "train", "get_train_dataloader", "create_optimizer", "create_scheduler", "_generate_and_score_completions",
     "_prepare_inputs", "_get_per_token_logps_and_entropies", "compute_loss", "training_step", "_clip_grad_norm",
     "_get_grad_norm", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", "_save", "_load_from_checkpoint",
     "_load_best_model", "_load_optimizer_and_scheduler", "create_model_card", "init_hf_repo", "push_to_hub",

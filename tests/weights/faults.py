@@ -90,7 +90,7 @@ def publish_first(trainer: AtroposGRPOTrainer) -> Weights:
     that does much."""
     publisher = trainer.policy_publisher
     publisher.hold()
-    publisher._steps = FIRST_VERSION - 1
+    publisher._trainer_version = FIRST_VERSION - 1
     lora = HAS_ADAPTER[type(publisher.transfer).__name__]
     publish(trainer, lambda: disturb(trainer.model, 0.3) if lora else None)
     return snapshot(trainer.model)

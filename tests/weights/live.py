@@ -136,7 +136,7 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
 
     def counted() -> None:
         step()
-        publisher._steps += 1
+        publisher._trainer_version += 1
 
     publisher._publish(counted)
     if publisher._phase is Phase.RESUMING:

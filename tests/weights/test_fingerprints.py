@@ -579,7 +579,7 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
         )
         built.append((trainer, snapshot(trainer.model)))
         publisher.hold()
-        publisher._steps = 6
+        publisher._trainer_version = 6
         publish(trainer, lambda: disturb(trainer.model, 0.01))
         publisher.before_backward()
         return trainer

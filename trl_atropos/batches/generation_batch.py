@@ -49,7 +49,7 @@ NUM_SEEDS = 1_000_003
 
 class GenerationBatch:
     """
-    The rollouts of one generation batch, and what is made of them.
+    Holds the rollouts of one generation batch, and the tensors and micro-batches made of them.
 
     Args:
         rollouts: of all ranks, in the order in which they came.
@@ -61,7 +61,7 @@ class GenerationBatch:
     Attributes:
         rollouts: of all ranks, all of rank 0 first.
         plan: the division into micro-batches; None if TRL draws them.
-        trained: the micro-batch whose loss is computed now; None outside of training passes.
+        trained: the micro-batch whose loss is computed now; None outside a training pass.
         training_scores: this rank's (B, C) tensors, in the order of `own_rollouts`, with the
             log-probabilities that the training passes found so far as `old_per_token_logps`. None
             if TRL scores the batch before training, or nothing corrects for the sampler.
@@ -108,29 +108,29 @@ class GenerationBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of all ranks' rollouts, prompts included."""
-        return sum(
-            len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in self.rollouts
-        )
+        return sum(_length(rollout) for rollout in self.rollouts)
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled. The others are of tools, or of a user."""
-        return sum(int(rollout.mask.sum()) for rollout in self.rollouts)
+        return _num_sampled(self.rollouts)
 
     def regroup(self, step: int, max_tokens: int | None) -> None:
         """Plans micro-batches of at most `max_tokens` tokens, and puts the rollouts into their
         order. `step` is the optimizer step, by which the plan of each batch is drawn anew."""
         args = self._args
-        packed = self._packs is not None
-        alike = packing.number_prompts(self.rollouts) if packed and self._packs.shares else None
+        alike = None
+        if self._packs is not None and self._packs.shares:
+            alike = packing.number_prompts(self.rollouts)
+        lengths = [_length(rollout) for rollout in self.rollouts]
         self.plan = plan(
-            [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in self.rollouts],
+            lengths,
             self._accelerator.num_processes,
             args.steps_per_generation,
             together=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
             max_tokens=max_tokens,
             seed=args.seed * NUM_SEEDS + step,
-            packed=packed,
+            packed=self._packs is not None,
             alike=alike,
         )
         self.rollouts = [self.rollouts[index] for index in self.plan.order]
@@ -141,7 +141,8 @@ class GenerationBatch:
 
     def prompts(self, processing_class: Any) -> list[dict[str, str]]:
         """Returns the items that TRL's `_generate_and_score_completions` takes."""
-        texts = processing_class.batch_decode([rollout.prompt_ids for rollout in self.own_rollouts])
+        prompt_ids = [rollout.prompt_ids for rollout in self.own_rollouts]
+        texts = processing_class.batch_decode(prompt_ids)
         return [{"prompt": text} for text in texts]
 
     def columns(self, with_messages: bool) -> dict[str, list]:
@@ -174,10 +175,13 @@ class GenerationBatch:
 
     def expect_training_scores(self, output: Batch) -> None:
         """Has the training passes leave their log-probabilities in `training_scores`."""
-        names = ("completion_mask", "tool_mask", "sampling_per_token_logps")
-        self.training_scores = {name: output[name] for name in names}
-        zeros = torch.zeros_like(output["sampling_per_token_logps"])
-        self.training_scores["old_per_token_logps"] = zeros
+        sampled = output["sampling_per_token_logps"]
+        self.training_scores = {
+            "completion_mask": output["completion_mask"],
+            "tool_mask": output["tool_mask"],
+            "sampling_per_token_logps": sampled,
+            "old_per_token_logps": torch.zeros_like(sampled),
+        }
 
     # ------------------------------------------------------------------------ what a step trains on
 
@@ -190,19 +194,23 @@ class GenerationBatch:
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
         lengths = lengths_of(batch)
-        of_steps = []
+        steps = []
         for slices in self.plan.micro_batches():
             planned = [self._planned(batch, lengths, part) for part in slices]
-            of_steps.append(planned[0] if len(planned) == 1 else {"micro_batches": planned})
-        return of_steps
+            if len(planned) == 1:
+                steps.append(planned[0])
+            else:
+                steps.append({"micro_batches": planned})
+        return steps
 
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
         """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are
         over `trained_tokens` tokens."""
-        alike = None if self._alike is None else self._alike[part]
+        alike = None
+        if self._alike is not None:
+            alike = self._alike[part]
         micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
-        masks = [rollout.mask for rollout in self.own_rollouts[part]]
-        micro_batch["trained_tokens"] = sum(int(mask.sum()) for mask in masks)
+        micro_batch["trained_tokens"] = _num_sampled(self.own_rollouts[part])
         return micro_batch
 
     def _trimmed(
@@ -222,10 +230,15 @@ class GenerationBatch:
 
     # ------------------------------------------------------------------------------------- its loss
 
+    @property
+    def is_training(self) -> bool:
+        """True within a training pass: `trained` is its micro-batch."""
+        return self.trained is not None
+
     @contextmanager
     def training_on(self, micro_batch: Batch) -> Iterator[None]:
-        """Marks the micro-batch whose loss is computed within: TRL does not pass it on to the
-        method that scores it."""
+        """Marks the micro-batch whose loss is computed within, because TRL does not pass it on to
+        `score`."""
         self.trained = micro_batch
         try:
             yield
@@ -254,20 +267,27 @@ class GenerationBatch:
         Returns:
             Log-probabilities and entropies, (B, C) each, and the mean auxiliary loss.
         """
-        if self._packs is not None and self.trained is not None:
+        if self._packs is not None and self.is_training:
             layout = self.trained["layout"]
             return packing.score_packed(forward, model, input_ids, logits_to_keep, layout)
         alike = None
+        parts: list[slice] = []
         if self.plan is not None and batch_size is not None:
-            parts = [part for slices in self.plan.micro_batches() for part in slices]
+            for slices in self.plan.micro_batches():
+                parts += slices
             alike = self._alike
         else:
             size = batch_size or len(input_ids)
-            parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
-        batch = (input_ids, attention_mask, logits_to_keep, parts)
-        if self._packs is not None:
-            return packing.score_all(forward, model, *batch, self._packs, alike)
-        return without_padding(partial(forward, model), *batch, self._multiple)
+            for begin in range(0, len(input_ids), size):
+                parts.append(slice(begin, begin + size))
+        if self._packs is None:
+            forward = partial(forward, model)
+            return without_padding(
+                forward, input_ids, attention_mask, logits_to_keep, parts, self._multiple
+            )
+        return packing.score_all(
+            forward, model, input_ids, attention_mask, logits_to_keep, parts, self._packs, alike
+        )
 
     def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to
@@ -281,10 +301,10 @@ class GenerationBatch:
         self.trained["importance_sampling_ratio"] = ratio
 
     def distillation_loss(
-        self, model: Module, micro_batch: Batch, of_step: int
+        self, model: Module, micro_batch: Batch, training_steps: int
     ) -> tuple[Tensor, float]:
         """Returns the distillation term of a micro-batch and the divergence from the teacher; see
-        `inputs.distillation_loss`. `of_step`: micro-batches of TRL in an optimizer step."""
+        `inputs.distillation_loss`. `training_steps`: how many make an optimizer step."""
         layout = micro_batch.get("layout")
         if layout is None:
             layout = packing.Layout.padded(
@@ -296,7 +316,7 @@ class GenerationBatch:
             layout,
             self._accelerator,
             self._args.steps_per_generation,
-            of_step,
+            training_steps,
         )
 
 
@@ -305,3 +325,11 @@ def computed_tokens(micro_batch: Batch) -> int:
     if "layout" in micro_batch:
         return micro_batch["layout"].tokens.numel()
     return micro_batch["prompt_ids"].numel() + micro_batch["completion_ids"].numel()
+
+
+def _length(rollout: Rollout) -> int:
+    return len(rollout.prompt_ids) + len(rollout.completion_ids)
+
+
+def _num_sampled(rollouts: list[Rollout]) -> int:
+    return sum(int(rollout.mask.sum()) for rollout in rollouts)

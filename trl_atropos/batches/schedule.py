@@ -1,9 +1,9 @@
 """Computes which training steps belong to which generation batch.
 
-TRL counts in training steps: forward and backward passes of one micro-batch of TRL's. A generation
-batch is for `steps_per_generation * num_iterations` of them, and `gradient_accumulation_steps` of
-them make an optimizer step. A checkpoint can therefore fall into the middle of a generation batch,
-whose rest a run that resumes does not train.
+TRL counts in training steps: calls of `training_step`, each on one share of a generation batch. A
+generation batch is for `steps_per_generation * num_iterations` training steps, and
+`gradient_accumulation_steps` of them make an optimizer step. A checkpoint can therefore fall into
+the middle of a generation batch, whose rest a run that resumes does not train.
 """
 
 import logging
@@ -43,8 +43,13 @@ class BatchSchedule:
         return steps % self.steps_per_batch == 0
 
     def unfinished_rollouts(self, steps: int) -> int:
-        """Returns how many rollouts of the current generation batch no training step has taken. A
-        run that resumes here takes new ones."""
+        """
+        Returns how many rollouts of the current generation batch no training step has taken. A run
+        that resumes here takes new ones.
+
+        For example, a batch of 8 rollouts is for 4 training steps, twice (`num_iterations`). After
+        3 of these 8 steps, 2 rollouts are left; after 4 to 8 of them, none.
+        """
         taken = steps % self.steps_per_batch or self.steps_per_batch
         left = max(0, self._args.steps_per_generation - taken)
         return left * self._args.generation_batch_size // self._args.steps_per_generation
@@ -56,8 +61,8 @@ class BatchSchedule:
         return math.ceil(steps / self.steps_per_batch) * self._args.generation_batch_size
 
     def tokens_per_step(self, sampled: int, trained: int) -> dict[str, float]:
-        """Returns how many of a generation batch's tokens an optimizer step takes: of those that
-        were sampled, and of those that are trained on, once in each iteration."""
+        """Returns how many tokens of a generation batch an optimizer step takes: of the `sampled`
+        ones, and of the `trained` ones, which every iteration trains on again."""
         accumulated = self._args.gradient_accumulation_steps
         return {
             "sampled": sampled * accumulated / self.steps_per_batch,
@@ -65,7 +70,8 @@ class BatchSchedule:
         }
 
     def warn_of_unfinished_batch(self, steps: int, optimizer_steps: int) -> None:
-        """Warns of the run's first checkpoint in the middle of a generation batch."""
+        """Warns of the run's first checkpoint in the middle of a generation batch. `steps` counts
+        training steps."""
         taken = steps % self.steps_per_batch
         if not taken or self._has_warned:
             return

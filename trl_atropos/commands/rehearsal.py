@@ -208,7 +208,7 @@ def _lines_of_group(
     intake = Intake(longest, training.temperature, training.single_row_groups, vocabulary)
     try:
         group = parse_group(content)
-        rollouts = intake.rollouts_of(group, spec.name)
+        rollouts, _ = intake.rollouts_of(group, spec.name)
     except RejectedGroup as error:
         what = f"A run would drop this group of environment {spec.name!r}: {error}"
         raise RolloutError(what, fix=error.fix) from error

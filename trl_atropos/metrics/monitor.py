@@ -25,7 +25,7 @@ from trl_atropos.metrics.health import (
     share_dropped,
     trl_metrics,
 )
-from trl_atropos.rollouts.spool import TrainerLogprobs
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig

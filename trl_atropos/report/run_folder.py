@@ -333,8 +333,8 @@ def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
 def trainer_logprobs(
     folder: Path, wanted: Container[int]
 ) -> tuple[dict[int, np.ndarray], list[str]]:
-    """Returns the trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the
-    rollout, and the files that cannot be read, each with the reason.
+    """Returns the trainer's log-probabilities (`rollouts/trainer_logprobs.py` writes them) by index
+    of the rollout, and the files that cannot be read, each with the reason.
 
     Log-probabilities are `(c,)` float32 in nats, NaN for tokens that were not trained.
     """

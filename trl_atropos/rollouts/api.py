@@ -36,7 +36,11 @@ NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
 
-class ApiUnreachable(RolloutError):
+class NoAnswer(RolloutError):
+    """The API gave no usable answer to a request."""
+
+
+class ApiUnreachable(NoAnswer):
     """There is no connection: the request was never sent, so trying again is safe."""
 
 
@@ -45,7 +49,7 @@ class RateLimited(ApiUnreachable):
     seen it."""
 
 
-class ReplyLost(RolloutError):
+class ReplyLost(NoAnswer):
     """The request was sent and no usable answer came: a batch that the API handed out in it is
     lost."""
 
@@ -171,7 +175,7 @@ class AtroposClient:
         try:
             _, content = self._request("POST", REMOVE_STRAYS)
             return msgspec.json.decode(content, type=list[int])
-        except (ApiUnreachable, ReplyLost):
+        except NoAnswer:
             return []  # the next pull finds out what is wrong
         except (RolloutError, msgspec.MsgspecError):
             return None
@@ -244,10 +248,10 @@ class AtroposClient:
 
     def _connect(self, request: str, timeout: float) -> HTTPConnection:
         url = urlsplit(self.url)
-        kind = HTTPConnection
+        connection_type = HTTPConnection
         if url.scheme == "https":
-            kind = HTTPSConnection
-        connection = kind(url.hostname, url.port, timeout=timeout)
+            connection_type = HTTPSConnection
+        connection = connection_type(url.hostname, url.port, timeout=timeout)
         try:
             connection.connect()
         except OSError as error:
@@ -255,7 +259,7 @@ class AtroposClient:
         return connection
 
     def _target(self, path: str) -> str:
-        """Returns the path with a query that nobody has asked for. Many caches do not look at a
+        """Returns the path with a query that no request had before. Many caches do not look at a
         request's headers: only a new URL passes them."""
         separator = "?"
         if "?" in path:
@@ -264,7 +268,8 @@ class AtroposClient:
 
 
 def _is_another_server(path: str, status: int) -> bool:
-    """Returns whether `AtroposClient.greet` has found a server that has no page at `/`."""
+    """Returns whether a status says that the server has no page at `/`: then it is no Atropos API,
+    as `AtroposClient.greet` reports."""
     return path == "/" and 400 <= status < 500 and status not in (*NO_CREDENTIALS, TOO_MANY)
 
 
@@ -320,17 +325,23 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
     while True:
         try:
             return call()
-        except (ApiUnreachable, ReplyLost) as error:
+        except NoAnswer as error:
             if time.monotonic() >= deadline:
                 raise RolloutError(f"{failure} Last try: {error}") from error
         time.sleep(RETRY_PAUSE)
 
 
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
-    """Registers, and verifies that the API holds this run's batch size and length. `reset` first
-    discards what the API holds; otherwise it keeps the queue of an earlier trainer with the same
-    batch size and length. Raises `ApiUnreachable` or `ReplyLost` if the API does not answer (call
-    again), and `RolloutError` if it holds another registration or takes none."""
+    """
+    Registers, and verifies that the API holds this run's batch size and length.
+
+    With `reset`, the API first discards what it holds. Otherwise it keeps the queue of an earlier
+    trainer with the same batch size and length.
+
+    Raises:
+        NoAnswer: call again.
+        RolloutError: it holds another registration, or takes none.
+    """
     held = _register(client, registration, reset)
     wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
@@ -376,10 +387,13 @@ def _register(client: AtroposClient, registration: Registration, reset: bool) ->
 
 
 def _remove_strays(state: Any) -> list[int]:
-    """Removes queued groups that no registered environment would send and whose size does not
-    divide the batch, if the API cannot assemble a batch of what is queued. Returns their sizes. The
-    API looks at the `group_size` of an environment only if a group has an `env_id`, and a group
-    that is in no batch keeps all others waiting."""
+    """
+    Removes queued groups that no registered environment would send and whose size does not divide
+    the batch, if the API cannot assemble a batch of what is queued. Returns their sizes.
+
+    The API looks at the `group_size` of an environment only if a group has an `env_id`, and a group
+    that is in no batch keeps all others waiting.
+    """
     from atroposlib.api.utils import grab_exact_from_heterogeneous_queue
 
     queue = getattr(state, "queue", [])

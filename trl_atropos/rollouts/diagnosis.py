@@ -1,8 +1,9 @@
-"""Why no batch comes: from what has come so far, from the Atropos API, which has no heartbeat, and
-from the run's environments, inference servers and publisher.
+"""Explains why no batch comes.
 
-`pull.py` notes what comes and asks for a warning after every minute of silence; `source.py` asks
-when the trainer has waited for too long.
+`deliveries.py` notes what comes, `pull.py` asks for a warning after every minute of silence, and
+`source.py` asks when the trainer has waited for too long. The answer is from what has come so far,
+from the Atropos API, which has no heartbeat, and from the run's environments, inference servers and
+publisher.
 """
 
 import logging
@@ -13,12 +14,11 @@ from dataclasses import dataclass, field
 
 from trl_atropos.rollouts.api import (
     UNREGISTERED,
-    ApiUnreachable,
     AtroposClient,
     EnvironmentStatus,
     LatestExample,
+    NoAnswer,
     Registration,
-    ReplyLost,
     disconnect_command,
     label_of,
 )
@@ -28,7 +28,7 @@ from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
-# of the length limit: an environment that came so close probably drops its next rollouts
+# Share of the length limit. An environment that came so close probably drops its next rollouts.
 NEARLY = 0.95
 RESERVED = 1e-9  # a share of the batch above rounding errors
 
@@ -36,8 +36,8 @@ Batch = list[ScoredGroup | RejectedGroup]
 
 
 class Environments:
-    """Stands for the environments that a run started, here none; see
-    `services.environments.Supervisor`."""
+    """Stands for the environments of a run that started none. `services.environments.Supervisor`
+    stands for those that a run started."""
 
     def start(self) -> None: ...
 
@@ -57,7 +57,7 @@ class Environments:
 
 @dataclass
 class EnvironmentHistory:
-    """Receipts of this run from one environment."""
+    """Numbers of what came from one environment."""
 
     groups: int = 0
     last_time: float = 0.0  # time.monotonic()
@@ -126,7 +126,7 @@ class Diagnosis:
         logger.warning("No batch for %g s. %s", QUIET_WARNING, reason)
 
     def explain(self, reason: str) -> str:
-        """Returns `reason` with what the inference servers refused to sample, and with what the
+        """Returns `reason`, and what the inference servers refused to sample, and what the
         environments and the publisher know."""
         reason = f"{reason} {self.versions.refusals()}".rstrip()
         return self.explain_publisher(self.environments.explain(reason))
@@ -138,7 +138,8 @@ class Diagnosis:
 
     def names(self) -> dict[int, str]:
         """Returns the environments' names by their numbers at the API: as the recipe names them, or
-        else as they registered. A second environment of the name `sums` is `sums-2`."""
+        else as they registered. For example, a second environment of the name `sums` is
+        `sums-2`."""
         recipe_names = self.environments.names()
         registered_names = {}
         counts = Counter()
@@ -164,7 +165,7 @@ class Diagnosis:
             environments = self.client.environments()
             if status.queue_size:
                 return self._why_no_batch(status.queue_size, environments)
-        except (ApiUnreachable, ReplyLost) as error:
+        except NoAnswer as error:
             return f"{api} does not answer: {error}."
         if environments:
             return self._why_nothing_queued(len(environments))

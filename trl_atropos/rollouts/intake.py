@@ -1,6 +1,6 @@
 """From groups to rollouts that the trainer can use. What cannot be used is left out and counted.
 
-`selection.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and
+`feed.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and
 counted: one bad group must not end a run of days. If most groups of an environment are rejected for
 a reason that only the user can correct, a `RolloutError` ends the run.
 """
@@ -16,6 +16,13 @@ import numpy as np
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import label_of
+from trl_atropos.rollouts.drop_reasons import (
+    EVALUATION,
+    INTAKE_REASONS,
+    REJECTED,
+    TOO_LONG,
+    UNTRAINED,
+)
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.versions import settings_differ
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
@@ -27,13 +34,6 @@ SingleRowGroups = Literal["refuse", "raw", "zero"]
 # of an environment; if most of them are rejected for one reason, its settings are wrong
 LAST_GROUPS = 32
 ENOUGH_GROUPS = 8  # fewer say nothing
-
-# Why a rollout is left out.
-REJECTED = "rejected"  # its group is malformed, or cannot be trained on
-TOO_LONG = "too_long"  # it has too many tokens
-UNTRAINED = "untrained"  # its mask leaves no token to train on
-EVALUATION = "evaluation"  # the environment marked its group as an evaluation
-REASONS = (REJECTED, TOO_LONG, UNTRAINED, EVALUATION)
 
 NO_NAMES: Mapping[int, str] = {}
 
@@ -59,17 +59,19 @@ class Intake:
 
     def __post_init__(self):
         self._next_group = 0  # number of the next group
-        # Of each of the last groups of an environment: the kind of its rejection, if that is one
-        # that may end the run.
+        # For the last groups of each environment: the kind of a rejection that may end the run, and
+        # "" for any other group.
         self._recent: defaultdict[int | None, deque[str]] = defaultdict(_last_groups)
         self._warned: set[str] = set()
-        self._counts: Counter[str] = Counter()  # of the whole run
-        self._reported: Counter[str] = Counter()  # what `metrics` has returned of them
+        # Of the whole run: dropped rollouts by reason, rejected groups, trained tokens, and tokens
+        # of unknown log-probability.
+        self._counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()  # `_counts` at the last call of `metrics`
 
     @property
     def total_dropped(self) -> Counter[str]:
-        """Rollouts that were left out so far, by reason."""
-        return Counter({reason: self._counts[reason] for reason in REASONS})
+        """Number of rollouts that were dropped so far, by reason."""
+        return Counter({reason: self._counts[reason] for reason in INTAKE_REASONS})
 
     def admit(
         self,
@@ -97,7 +99,7 @@ class Intake:
             label = label_of(group.env_id, names)
             rejection = None
             try:
-                if isinstance(group, RejectedGroup):
+                if isinstance(group, RejectedGroup):  # by `wire.py`
                     raise group
                 if group.group_overrides.evaluation:
                     self._counts[EVALUATION] += group.size
@@ -115,19 +117,16 @@ class Intake:
     def _admit_group(
         self, group: ScoredGroup, label: str, environment: str | None
     ) -> list[Rollout]:
-        rollouts = self.rollouts_of(group, label)
-        lengths = [len(tokens) for tokens in group.tokens]
-        too_long = sum(length > self.max_sequence_length for length in lengths)
-        untrained = len(lengths) - len(rollouts) - too_long
-        self._counts[TOO_LONG] += too_long
-        self._counts[UNTRAINED] += untrained
-        if too_long:
+        rollouts, dropped = self.rollouts_of(group, label)
+        self._counts.update(dropped)
+        if dropped[TOO_LONG]:
             message = (
                 "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample "
                 "shorter ones."
             )
-            self._warn_once("too long", message, max(lengths), label, self.max_sequence_length)
-        if untrained:
+            longest = max(len(tokens) for tokens in group.tokens)
+            self._warn_once("too long", message, longest, label, self.max_sequence_length)
+        if dropped[UNTRAINED]:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
             self._warn_once("untrained", message, label)
         for rollout in rollouts:
@@ -145,8 +144,8 @@ class Intake:
     def _end_if_most_are_rejected(
         self, env_id: int | None, rejection: RejectedGroup | None, label: str
     ) -> None:
-        """Notes a group that came in, and raises `RolloutError` if most of the environment's last
-        groups were rejected as it was. A single one is an accident."""
+        """Notes a group that came in. Raises `RolloutError` if most of the environment's last
+        groups were rejected for the same reason. A single one is an accident."""
         recent = self._recent[env_id]
         if rejection is None or not rejection.fix:
             recent.append("")
@@ -160,11 +159,11 @@ class Intake:
         )
         raise RolloutError(f"{what}: {rejection}", fix=rejection.fix)
 
-    def rollouts_of(self, group: ScoredGroup, label: str) -> list[Rollout]:
+    def rollouts_of(self, group: ScoredGroup, label: str) -> tuple[list[Rollout], Counter[str]]:
         """
-        Returns the rollouts of one group, in its order. Leaves out those that are too long or have
-        no trained token; their scores still count in the group's mean and standard deviation.
-        Messages call the environment `label`.
+        Returns the usable rollouts of one group, in its order, and the number of the others by
+        reason: they are too long, or have no trained token. The scores of all count in the group's
+        mean and standard deviation. Messages call the environment `label`.
 
         Raises:
             RejectedGroup: this group cannot be trained on: unknown token ids, another temperature,
@@ -179,16 +178,19 @@ class Intake:
             raise _group_of_one(group, label)
         mean, std = group_statistics(group.scores)
         rollouts = []
+        dropped: Counter[str] = Counter()
         for i, tokens in enumerate(group.tokens):
             if len(tokens) > self.max_sequence_length:
+                dropped[TOO_LONG] += 1
                 continue
             rollout = _rollout(group, i, mean, std)
             if rollout is None:
+                dropped[UNTRAINED] += 1
                 continue
             if needs_other_rollouts:
                 self._set_advantage_of_one(rollout)
             rollouts.append(rollout)
-        return rollouts
+        return rollouts, dropped
 
     def _set_advantage_of_one(self, rollout: Rollout) -> None:
         """Sets the advantage of a group of one as `single_row_groups` says."""
@@ -212,7 +214,7 @@ class Intake:
         new = counts - self._reported
         self._reported = counts
         metrics = {"rollouts/rejected_groups": float(new["groups"])}
-        for reason in REASONS:
+        for reason in INTAKE_REASONS:
             metrics[f"rollouts/dropped_{reason}"] = float(new[reason])
         if new["tokens"]:
             metrics["rollouts/unknown_logprobs"] = new["unknown"] / new["tokens"]
@@ -356,7 +358,12 @@ def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | Non
 
 
 def _highest(arrays: Iterable[np.ndarray | None]) -> int:
-    return max((int(ids.max(initial=0)) for ids in arrays if ids is not None), default=0)
+    """Returns the highest id in any of the arrays, or 0 if there is none."""
+    highest = 0
+    for ids in arrays:
+        if ids is not None:
+            highest = max(highest, int(ids.max(initial=0)))
+    return highest
 
 
 def _refuse_other_temperatures(group: ScoredGroup, label: str, temperature: float) -> None:

@@ -3,7 +3,7 @@ from a live Atropos API.
 
 The trainer calls a source on rank 0: `start` once, then `poll` for every generation batch, and
 `state` for every checkpoint. `AtroposSource` builds the parts of a run's data flow and connects
-them, and its `Feed` (`selection.py`) does the work.
+them, and its `Feed` (`feed.py`) does the work.
 """
 
 import logging
@@ -15,43 +15,18 @@ from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
 from trl_atropos.rollouts.diagnosis import Diagnosis, Environments
-from trl_atropos.rollouts.intake import (
-    REJECTED,
-    TOO_LONG,
-    UNTRAINED,
-    Intake,
-    SingleRowGroups,
-)
-from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, BatchPuller
+from trl_atropos.rollouts.drop_reasons import DESCRIPTIONS, LOST_IN_DELIVERY, RESUMED_MID_BATCH
+from trl_atropos.rollouts.feed import GIGABYTE, Feed
+from trl_atropos.rollouts.intake import Intake, SingleRowGroups
+from trl_atropos.rollouts.pull import BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
-from trl_atropos.rollouts.selection import (
-    GIGABYTE,
-    OVER_SHARE,
-    STALE,
-    ZERO_VARIANCE,
-    Accounting,
-    Feed,
-    Selection,
-    Shares,
-)
+from trl_atropos.rollouts.selection import Accounting, Selection, Shares
 from trl_atropos.rollouts.spool import Spool, open_spool
 from trl_atropos.rollouts.versions import RequestGate, VersionBook
 
 logger = logging.getLogger(__name__)
 
 BATCH_TIMEOUT = 300.0  # seconds; long, because giving up on GET /batch loses the batch
-RESUMED_MID_BATCH = "resumed_mid_batch"
-DROPPED = {  # describes these rollouts, and says what to do if a run waits for others
-    STALE: "too old (`max_staleness`: raise it, or lower "
-    "the environments' `max_batches_offpolicy`)",
-    ZERO_VARIANCE: "of equal scores (`replace_zero_variance_groups`: give tasks of the right "
-    "difficulty)",
-    OVER_SHARE: "ahead of their environment's share (`enforce_environment_weights`: look at the "
-    "logs of the others)",
-    REJECTED: "of groups that cannot be trained on",
-    TOO_LONG: "longer than `max_sequence_length`",
-    UNTRAINED: "without a token to train on",
-}
 # An environment with total_steps=-1 stops when the API's step passes this. That step also counts
 # batches that are dropped or wait here, so a limit near the trainer's own would leave the end of a
 # run without rollouts.
@@ -76,14 +51,14 @@ class RunInfo:
     # ids that the model's embedding has; None = token ids are not checked
     vocab_size: int | None = None
     policy_version: Callable[[], int] = lambda: 0  # at which a rollout polled now will be trained
-    # Takes a function to call when the next batch will be asked for soon, and what is sampled from
-    # then on is of the policy version that it is trained at, or newer.
+    # Takes a function, and calls it whenever the next batch will soon be asked for. What is sampled
+    # from then on is of the policy version at which it is trained, or newer.
     when_wanted_soon: Callable[[Callable[[], None]], None] = lambda call: None
     # `state()` in the checkpoint from which the run resumes; `{}` if it resumes without, None if it
     # begins anew.
     state: dict[str, Any] | None = None
-    # Number of the rollouts handed out before that checkpoint that are not trained yet: it was
-    # written mid-batch.
+    # Rollouts that were handed out before that checkpoint and are not trained, because it was
+    # written in the middle of a batch.
     unfinished_rows: int = 0
     # Takes why no batch comes, as far as the source knows, and returns it with what the publisher
     # knows.
@@ -102,8 +77,8 @@ class RolloutSource(Protocol):
         if `timeout` seconds passed without that many; then call again."""
 
     def catching_up(self) -> float:
-        """Returns the seconds since `start` in which rollouts came that are handed out after older
-        ones, which come later. They do not count towards `rollout_timeout`."""
+        """Returns the seconds since `start` in which only rollouts came that must wait for older
+        ones. These seconds do not count towards `rollout_timeout`."""
         return 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -181,8 +156,8 @@ class AtroposSource:
         self._reported_restarts = 0  # of the API, which `metrics` has returned
 
     def start(self, run: RunInfo) -> None:
-        """Registers and verifies. Asks for no batch: environments are let in by the first `GET
-        /batch`."""
+        """Registers, verifies, and starts the environments. Asks for no batch: the first `GET
+        /batch` lets environments in."""
         fix = (
             "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or set "
             "`start_atropos: true`."
@@ -238,7 +213,6 @@ class AtroposSource:
             selection,
             output_dir=run.output_dir,
             saves=run.save_steps > 0,
-            batch_size=run.batch_size,
             ahead=self.prefetch_batches * run.batch_size,
         )
 
@@ -282,7 +256,7 @@ class AtroposSource:
     def catching_up(self) -> float:
         """Returns the seconds in which the API gave out what was queued there, of which the oldest
         comes last."""
-        return self._feed.puller.catching_up
+        return self._feed.puller.deliveries.catching_up
 
     def metrics(self) -> dict[str, float]:
         """
@@ -297,7 +271,8 @@ class AtroposSource:
         - `rollouts/waiting_rows`: pulled, and not yet handed out.
         - `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
+        reasons = (*DESCRIPTIONS, LOST_IN_DELIVERY)
+        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
         for name in self._environments.names().values():
             metrics[f"rollouts/rows_env_{name}"] = 0.0
         metrics |= self._environments.metrics()
@@ -310,12 +285,12 @@ class AtroposSource:
         return metrics
 
     def diagnose(self) -> str:
-        """Returns what was dropped here, if anything was; else what the API tells (see
-        `Diagnosis`), explained."""
+        """Returns what was dropped here, if anything was, or else what the API tells. `Diagnosis`
+        adds what the other parts of the run know."""
         dropped = []
         for reason, count in self._feed.selection.dropped.items():
-            if reason in DROPPED:
-                dropped.append(f"{count} {DROPPED[reason]}")
+            if reason in DESCRIPTIONS:
+                dropped.append(f"{count} {DESCRIPTIONS[reason]}")
         if not dropped:
             return self._diagnosis.explain(self._diagnosis.why_quiet())
         return self._diagnosis.explain(
@@ -340,15 +315,15 @@ class AtroposSource:
 
 def _go_on_elsewhere(state: dict[str, Any], spool: Spool, accounting: Accounting) -> int:
     """Counts what is lost because the spool of the checkpoint is gone. Returns the new cursor."""
-    lost = state["pulled"] - state["cursor"]
-    if lost:
-        accounting.dropped[LOST_IN_DELIVERY] += lost
+    num_lost = state["pulled"] - state["cursor"]
+    if num_lost:
+        accounting.dropped[LOST_IN_DELIVERY] += num_lost
     message = (
         "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled "
         "and not yet trained are lost, and those that were pulled after it was saved. If you "
         "still have that folder, put it back and resume again."
     )
-    logger.warning(message, spool.folder, lost)
+    logger.warning(message, spool.folder, num_lost)
     return state["pulled"]
 
 

@@ -1,7 +1,8 @@
-"""Every pulled batch on disk before any rollout of it is trained: one Arrow file per batch in
+"""Keeps every pulled batch on disk before any rollout of it is trained: one Arrow file per batch in
 `<output_dir>/rollouts`.
 
-`datasets.load_dataset("arrow", data_files="<output_dir>/rollouts/*.arrow")` reads it, too, and so
+`Feed` (`feed.py`) writes the batches to a `Spool` and reads them back.
+`datasets.load_dataset("arrow", data_files="<output_dir>/rollouts/*.arrow")` reads them, too, and so
 does `replay_paths`.
 
 All rollouts that the environments produced in a run are numbered from 0, in their order. A file
@@ -9,9 +10,6 @@ covers `size` numbers from `start` on: first those that were dropped or lost, wh
 then the rollouts that it holds. So the index of a rollout is the number of rollouts that were
 trained, dropped or lost before it. For example, a file with `start` 8 and `size` 4 that counts 2
 dropped rollouts holds the rollouts 10 and 11.
-
-Beside them, `TrainerLogprobs` keeps the trainer's own log-probabilities. These files end in
-`.feather`, so that whoever reads all `.arrow` files of the folder reads rollouts.
 """
 
 import json
@@ -24,41 +22,37 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout, from_table, to_table
-
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
 HEADER = b"trl_atropos"  # key of the metadata in a file's schema
 FORMAT = 1
 META = "spool.meta"
-SEAL = b'"crc32": "%08x"'  # in the header; of the whole file as if the sum were 0
+# The checksum in the header. It is that of the whole file, with 0 in this place.
+SEAL = b'"crc32": "%08x"'
 SEALED = re.compile(rb'"crc32": "([0-9a-f]{8})"')
-# of the source's state in the `stateful_callbacks` of a checkpoint's `trainer_state.json`
+# Key of the source's state in the `stateful_callbacks` of a checkpoint's `trainer_state.json`.
 STATE_NAME = "RolloutState"
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Batches that the API assembled at once. It hands them out newest first."""
+    """Batches that the API assembled at once. It hands them out newest first (`deliveries.py`)."""
 
-    registration: str  # of the trainer, as the API knows it
-    step: int  # of the API, after it had assembled them
-    base: int  # index of the first rollout of the oldest
+    registration: str  # name of the trainer, as the API knows it
+    step: int  # the API's, after it had assembled them
+    base: int  # index of the first rollout of the oldest batch
     batch_size: int
     batches: int
-    left: int  # not yet handed out, the oldest of them
+    left: int  # batches that are not yet handed out: the oldest
 
     @property
     def end(self) -> int:
@@ -109,7 +103,7 @@ class FileHeader:
         """Reads what `to_json` wrote. Raises `ValueError` if the file is not of the spool of that
         name."""
         record = json.loads(text)
-        if (record["spool"], record["format"]) != (spool, FORMAT):
+        if record["spool"] != spool or record["format"] != FORMAT:
             raise ValueError("it is of another run")
         return cls(
             start=record["start"],
@@ -124,11 +118,20 @@ class FileHeader:
 
 class Spool:
     """
-    The files in `folder`, which is made if missing.
+    Writes and reads the files in `folder`, which it makes if missing.
 
-    `headers` are those of the files, oldest first. `registrations` are the names under which this
-    run has been the API's trainer, with the API's step at that time. Raises `RolloutError` if the
-    folder cannot be written to, or its `spool.meta` was not written by this class.
+    Args:
+        folder: `<output_dir>/rollouts`.
+        max_bytes: limit, above which `trim` removes files.
+
+    Attributes:
+        headers: those of the files, oldest first.
+        registrations: the API's step at which this run became its trainer, by the name under which
+            it registered. Add one by `note_registration`.
+
+    Raises:
+        RolloutError: the folder cannot be written to, or its `spool.meta` was not written by this
+            class.
     """
 
     def __init__(self, folder: str | Path, max_bytes: float):
@@ -201,15 +204,15 @@ class Spool:
 
     def append(self, header: FileHeader, rollouts: Sequence[Rollout]) -> None:
         """Writes one batch, which then survives a power cut, and sets its rollouts' `index`."""
-        first_index = header.start + header.missing
-        for position, rollout in enumerate(rollouts):
-            rollout.index = first_index + position
         counts = [*header.dropped.values(), header.lost_with_api]
         assert min(counts) >= 0, f"{header} counts less than nothing"
-        size = header.missing + len(rollouts)
-        assert size == header.size, f"{header} with {len(rollouts)} rollouts"
+        index = header.start + header.missing
+        for rollout in rollouts:
+            rollout.index = index
+            index += 1
+        assert index == header.end, f"{header} with {len(rollouts)} rollouts"
         metadata = {HEADER: header.to_json(self.name)}
-        content = _file_content(to_table(rollouts).replace_schema_metadata(metadata))
+        content = file_content(to_table(rollouts).replace_schema_metadata(metadata))
         seal = SEAL % zlib.crc32(content)
         content = _replace_seal(content, SEAL % 0, seal)
         with _writing(self.folder):
@@ -222,7 +225,9 @@ class Spool:
         file begins below `limit`."""
         for header in self.headers:
             if header.end > position:
-                return header if header.start < limit else None
+                if header.start < limit:
+                    return header
+                break
         return None
 
     def read(self, header: FileHeader) -> list[Rollout]:
@@ -235,8 +240,8 @@ class Spool:
         return sum(self._bytes.values()) - self.max_bytes
 
     def trim(self, floor: int) -> bool:
-        """Removes the oldest files below index `floor`, down to the limit. Returns whether there
-        was one."""
+        """Removes the oldest files below index `floor`, until the rest is within the limit. Returns
+        whether it has removed any."""
         has_removed = False
         while self.headers and self.excess() > 0 and self.headers[0].end <= floor:
             header = self.headers.pop(0)
@@ -257,6 +262,7 @@ def _start(header: FileHeader) -> int:
 
 
 def _progress(delivery: Delivery) -> tuple[int, int]:
+    """Returns a key that grows with every batch that the API hands out."""
     return delivery.base, -delivery.left
 
 
@@ -287,10 +293,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def _is_sealed(content: bytes, seal: bytes) -> bool:
     """Returns whether the checksum in a file's header is that of the file."""
     unsealed = _replace_seal(content, seal, SEAL % 0)
-    return SEAL % zlib.crc32(unsealed) == seal
+    checksum = zlib.crc32(unsealed)
+    return SEAL % checksum == seal
 
 
-def _file_content(table: pa.Table) -> bytes:
+def file_content(table: pa.Table) -> bytes:
+    """Returns the content of an Arrow file, which is a Feather file, too."""
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_file(buffer, table.schema) as writer:
         writer.write_table(table)
@@ -336,6 +344,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
+    """Raises `RolloutError` if the disk refuses what is written within."""
     try:
         yield
     except OSError as error:
@@ -348,6 +357,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
+    """Raises `RolloutError` if what is read within is not what this module wrote."""
     try:
         yield
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
@@ -360,8 +370,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> Spool:
-    """Returns the spool of the run that goes on from `state` (see `RunInfo`). Renames the folder of
-    another run."""
+    """Returns the spool of the run that goes on from `state` (see `RunInfo`). If the folder is of
+    another run, renames that and begins a new one."""
     spool = Spool(folder, max_bytes)
     is_of_this_run = state is not None and state.get("spool", spool.name) == spool.name
     if is_of_this_run or not spool.headers:
@@ -389,8 +399,8 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
 
 
 def source_state(stateful_callbacks: dict[str, Any] | None) -> tuple[dict[str, Any] | None, int]:
-    """Returns the source's state in a checkpoint, None if it has none, and the number of untrained
-    rollouts of its last batch."""
+    """Returns the source's state in a checkpoint, or None if it has none, and the number of
+    untrained rollouts of its last batch."""
     saved = (stateful_callbacks or {}).get(STATE_NAME)
     if not saved:
         return None, 0
@@ -400,7 +410,7 @@ def source_state(stateful_callbacks: dict[str, Any] | None) -> tuple[dict[str, A
 
 def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
     """Returns the smallest cursor into the spool of that name in the checkpoints of `output_dir`,
-    None if there is none."""
+    or None if they have none."""
     cursors = []
     for path in Path(output_dir).glob("checkpoint-*/trainer_state.json"):
         # A file that is half written counts for nothing: no run can resume from it.
@@ -410,94 +420,3 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
             if state and state.get("spool") == spool:
                 cursors.append(state["cursor"])
     return min(cursors, default=None)
-
-
-# ------------------------------------------------------------------------------ for the run's page
-
-
-class TrainerLogprobs:
-    """
-    Keeps the trainer's log-probabilities, for the trainer-sampler gap of the report: one Feather
-    file per generation batch in the spool's `folder`.
-
-    The column `index` is that of the spool's rollouts. `logprobs` has a float32 per completion
-    token, in nats, NaN if it was not trained. When the spool has removed the rollouts of a file,
-    the next write removes the file.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._failed = False
-
-    def keep(
-        self,
-        rollouts: Sequence[Rollout],
-        output: "dict[str, torch.Tensor]",
-        accelerator: "Accelerator",
-    ) -> None:
-        """Writes the log-probabilities of one generation batch. Call it on every rank, with the
-        rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors of TRL. Ignores
-        rollouts that are not in this run's spool."""
-        import torch
-
-        if any(rollout.index < 0 for rollout in rollouts):
-            return
-        trained = (output["completion_mask"] * output["tool_mask"]).bool()
-        values = output["old_per_token_logps"].float().where(trained, torch.nan)
-        # Each rank pads to its own longest completion.
-        width = max(len(rollout.completion_ids) for rollout in rollouts)
-        padding = width - values.size(1)
-        values = torch.nn.functional.pad(values, (0, padding), value=torch.nan)
-        values = accelerator.gather(values)  # (rollouts of all ranks, width)
-        if accelerator.is_main_process:
-            self.write(rollouts, values.cpu().numpy())
-
-    def write(self, rollouts: Sequence[Rollout], values: np.ndarray) -> None:
-        """Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what
-        the run had written of these and later rollouts before it was resumed. If it cannot write,
-        the log says so, and it stops."""
-        if self._failed:
-            return
-        pairs = sorted(zip(rollouts, values, strict=True), key=_index)
-        indexes = []
-        logprobs = []
-        for rollout, row in pairs:
-            indexes.append(rollout.index)
-            length = len(rollout.completion_ids)
-            logprobs.append(row[:length])
-        schema = pa.schema({"index": pa.int64(), "logprobs": pa.large_list(pa.float32())})
-        table = pa.table({"index": indexes, "logprobs": logprobs}, schema=schema)
-        try:
-            self._replace_files(table, indexes[0])
-        # Only a report needs these. If the spool cannot be written, it ends the run itself.
-        except OSError as error:
-            self._failed = True
-            message = (
-                "The trainer's log-probabilities cannot be kept in %s (%s). Training goes on; a "
-                "report of this run has no trainer-sampler gap from here on. Make room, or let "
-                "this user write there."
-            )
-            logger.warning(message, self._folder, error.strerror)
-
-    def _replace_files(self, table: pa.Table, first_index: int) -> None:
-        """Writes the file, and removes those of abandoned and of removed rollouts."""
-        files = sorted(self._folder.glob("trainer-[0-9]*.feather"))
-        for path in files:
-            if _start_of(path) >= first_index:
-                path.unlink()
-        new_path = self._folder / f"trainer-{first_index:012d}.feather"
-        write_file(new_path, _file_content(table), sync=False)
-        spool_files = self._folder.glob("rows-*.arrow")
-        oldest = min(map(_start_of, spool_files), default=0)
-        for path, next_path in pairwise(files):
-            if _start_of(next_path) <= oldest:
-                path.unlink(missing_ok=True)
-
-
-def _index(pair: tuple[Rollout, np.ndarray]) -> int:
-    return pair[0].index
-
-
-def _start_of(path: Path) -> int:
-    """Returns the index in a file's name, such as 12 of `rows-000000000012.arrow`."""
-    return int(path.stem.rpartition("-")[2])

@@ -1,7 +1,7 @@
 """The source's requests to the inference servers: which policy versions sampled a rollout
 (`VersionBook`), and when environments may sample (`RequestGate`).
 
-The servers note every completion that they sample. `selection.Feed` asks for these notes when
+The servers note every completion that they sample. `feed.Feed` asks for these notes when
 rollouts have come. `pull.py` closes the gate before a batch comes, and `Feed` opens it when the
 policy is new.
 """
@@ -67,29 +67,34 @@ class VersionBook:
         self._warned_settings: defaultdict[EnvironmentLabel, set[str]] = defaultdict(set)
 
     def tag(self, rollouts: list[Rollout]) -> None:
-        """Sets `policy_version` and `newest_version` of each rollout: the oldest version that
-        sampled any token of it, and the version at its last sampled token. Both are None if one of
-        its turns is unknown: its log-probabilities are missing, something has changed it, or
-        another server sampled it. Raises `RolloutError` if no rollout of an environment was sampled
-        at the trainer's temperature."""
+        """
+        Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled
+        any token of it, and the version at its last sampled token.
+
+        Both are None if one of its turns is unknown: its log-probabilities are missing, something
+        has changed it, or another server sampled it.
+
+        Raises:
+            RolloutError: no rollout of an environment was sampled at the trainer's temperature.
+        """
         if not self.urls:
             return
-        turns = [turn_keys(rollout) for rollout in rollouts]
+        keys_of_rollouts = [turn_keys(rollout) for rollout in rollouts]
         all_keys: set[bytes] = set()
-        for keys in turns:
-            if keys is not None:
-                all_keys.update(keys)
+        for keys in keys_of_rollouts:
+            all_keys.update(keys)
         notes = self._notes(all_keys)
         settings_of: dict[EnvironmentLabel, set[SamplingSettings]] = defaultdict(set)
-        for rollout, keys in zip(rollouts, turns, strict=True):
-            turn_notes = [notes[key] for key in keys or () if key in notes]
+        for rollout, keys in zip(rollouts, keys_of_rollouts, strict=True):
+            turn_notes = [notes[key] for key in keys if key in notes]
             rollout.policy_version = None
             rollout.newest_version = None
             if keys and len(turn_notes) == len(keys):
                 rollout.policy_version = min(note.span[0] for note in turn_notes)
                 rollout.newest_version = turn_notes[-1].span[1]
             label = rollout.environment or rollout.env_id
-            settings_of[label].update(note.settings for note in turn_notes)
+            for note in turn_notes:
+                settings_of[label].add(note.settings)
         if self.temperature is None:
             return
         trainer = SamplingSettings(self.temperature)
@@ -240,9 +245,9 @@ def _shown(settings: Mapping[str, float | None]) -> str:
     return ", ".join(shown)
 
 
-def turn_keys(rollout: Rollout) -> list[bytes] | None:
+def turn_keys(rollout: Rollout) -> list[bytes]:
     """
-    Returns the key of each turn, under which a server noted it; None if a trained token has no
+    Returns the key of each turn, under which a server noted it; none if a trained token has no
     log-probability.
 
     A turn is a run of trained tokens, and its prompt is all tokens before it. For example, the mask
@@ -256,7 +261,7 @@ def turn_keys(rollout: Rollout) -> list[bytes] | None:
     for begin, end in edges.reshape(-1, 2).tolist():
         logprobs = rollout.logprobs[begin:end]
         if np.isnan(logprobs).any():
-            return None
+            return []
         prompt = tokens[: prompt_length + begin]
         turn = tokens[prompt_length + begin : prompt_length + end]
         keys.append(completion_key(prompt, turn, logprobs))

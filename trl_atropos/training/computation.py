@@ -54,22 +54,22 @@ class Computation:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.packs: RowFormat | None = None
-        model = trainer.model
+        policy = trainer.model
         accelerator = trainer.accelerator
-        has_adapters = isinstance(model, PeftModel)
-        if has_adapters and adapters.REFERENCE in model.peft_config and trainer.args.beta:
-            adapters.complete_reference(model)
-        for each in self._models():
-            computed = base_model(each)
-            name_backbone(computed)
-            keep_soft_cap(computed)
-            packed_attention.use_packed_attention(computed)
-            numerics.use(trainer.args, each, accelerator.device, trainer.is_sharded)
-        self._silenced = prepare_model(model, warn=accelerator.is_main_process)
+        has_adapters = isinstance(policy, PeftModel)
+        if has_adapters and adapters.REFERENCE in policy.peft_config and trainer.args.beta:
+            adapters.complete_reference(policy)
+        for model in self._models():
+            base = base_model(model)
+            name_backbone(base)
+            keep_soft_cap(base)
+            packed_attention.use_packed_attention(base)
+            numerics.use(trainer.args, model, accelerator.device, trainer.is_sharded)
+        self._silenced = prepare_model(policy, warn=accelerator.is_main_process)
 
     def check(self) -> None:
-        """Compares what is trained with what the models compute by themselves, on one short row.
-        All ranks do, because the forward pass of a sharded model is one of all ranks."""
+        """Compares, on one short row, what is trained with what the models compute by themselves.
+        Call it on every rank: all ranks take part in a sharded model's forward pass."""
         trainer = self._trainer
         accelerator = trainer.accelerator
         policy = base_model(trainer.model)
@@ -132,14 +132,14 @@ class Computation:
         if why_padded:
             self._pad_or_refuse(why_padded)
             return None
-        shares = trainer.args.share_prompts
+        is_wanted = trainer.args.share_prompts
+        shares = is_wanted
         if shares is None:  # on GPUs it has not been measured
             shares = how.device.type == "cpu"
         if not shares:
             return how
         why_unshared = self._first_reason(trial.why_unshared, how)
-        asked_for = trainer.args.share_prompts
-        if why_unshared and asked_for and trainer.accelerator.is_main_process:
+        if why_unshared and is_wanted and trainer.accelerator.is_main_process:
             logger.warning(
                 "Rollouts do not share their prompts (`share_prompts`) because of this model: %s.",
                 why_unshared,
@@ -152,8 +152,8 @@ class Computation:
         parts = []
         for parameter in policy.parameters():
             if parameter.requires_grad:
-                own = local_parts(parameter, self._trainer.accelerator)
-                parts.extend(values for values, _ in own)
+                for values, _ in local_parts(parameter, self._trainer.accelerator):
+                    parts.append(values)
         return parts
 
     def _pad_or_refuse(self, why_padded: str) -> None:
@@ -170,12 +170,17 @@ class Computation:
                 why_padded,
             )
 
-    def _first_reason(self, why_not: Callable[..., str | None], how: RowFormat) -> str | None:
-        """Returns what a test of `trial.py` finds against the policy or the reference model, which
-        both score rows."""
+    def _first_reason(
+        self, why_not: Callable[..., str | None], row_format: RowFormat
+    ) -> str | None:
+        """Returns the first reason that a test of `trial.py` finds against the policy or the
+        reference model, which both score rows."""
         with self._trainer.accelerator.autocast():
-            reasons = [why_not(model, base_model(model), how) for model in self._models()]
-        return next(filter(None, reasons), None)
+            reasons = [why_not(model, base_model(model), row_format) for model in self._models()]
+        for reason in reasons:
+            if reason:
+                return reason
+        return None
 
     def _models(self) -> list[Module]:
         """Returns the policy, and the reference model if it is a model of its own."""

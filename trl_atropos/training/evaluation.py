@@ -40,17 +40,22 @@ class EvaluationCallback(TrainerCallback):
     @property
     def results(self) -> list[Result]:
         """Results of the run so far, on rank 0."""
-        return [] if self._evaluator is None else self._evaluator.results
+        if self._evaluator is None:
+            return []
+        return self._evaluator.results
 
     def begin(self, step: int) -> None:
-        """Called on all ranks when training begins after `step` optimizer steps."""
+        """Starts the evaluations' processes. Called on all ranks when training begins after `step`
+        optimizer steps."""
         self._has_begun = True
         if self._evaluator is not None:
             on_main(lambda: self._evaluator.start(step))
 
     def on_step_end(self, args, state, control, **kwargs):
+        if self._evaluator is None:
+            return
         is_last = state.global_step >= args.max_steps or control.should_training_stop
-        if self._evaluator is not None and is_last:
+        if is_last:
             control.should_evaluate = True
 
     def evaluate(self) -> dict[str, float]:
@@ -60,26 +65,29 @@ class EvaluationCallback(TrainerCallback):
             raise RuntimeError(
                 "the servers have the policy only within `train`: use `trl-atropos eval` elsewhere"
             )
-        state = self._trainer.state
-        step = state.global_step
+        trainer = self._trainer
+        step = trainer.state.global_step
         is_first = step == 0
-        is_last = step >= state.max_steps or self._trainer.control.should_training_stop
+        is_last = step >= trainer.state.max_steps or trainer.control.should_training_stop
         self.wait()
         results = self._begin_due(step, is_first, is_last)
-        if is_first or is_last or self._trainer.args.eval_hold:
+        if is_first or is_last or trainer.args.eval_hold:
             results += self.wait()
         metrics: dict[str, float] = {}
         for result in results:
             metrics |= result.logs()
-        if self._trainer.accelerator.is_main_process:
+        if trainer.accelerator.is_main_process:
             self._log_unlogged(results)
         return metrics
 
     def _begin_due(self, step: int, is_first: bool, is_last: bool) -> list[Result]:
+        """Begins the evaluations that are due, as soon as the evaluator is ready. Returns results
+        that a run which was resumed has already."""
         evaluator = self._evaluator
         with self._trainer.stopwatch.part(EVALUATE):
             is_ready = False
-            while not is_ready:  # so that the other ranks hear from rank 0
+            # Rank 0 waits a second at a time, so that the other ranks hear from it.
+            while not is_ready:
                 is_ready = on_main(lambda: evaluator.ready(step, is_first, is_last, WAIT_SECONDS))
             return on_main(lambda: evaluator.begin(step, is_first, is_last))
 
@@ -95,8 +103,9 @@ class EvaluationCallback(TrainerCallback):
         return results
 
     def poll(self, timeout: float = 0.0, before: float = math.inf) -> tuple[list[Result], bool]:
-        """Called on rank 0. Logs and returns the evaluations that have ended, and returns whether
-        one of a step before `before` goes on. Waits for it, `timeout` seconds at most."""
+        """Logs and returns the evaluations that have ended, and returns whether one of a step
+        before `before` goes on. Waits for that one, `timeout` seconds at most. Called on rank
+        0."""
         evaluator = self._evaluator
         if evaluator is None:
             return [], False
@@ -111,7 +120,7 @@ class EvaluationCallback(TrainerCallback):
         return ended, evaluator.busy(before)
 
     def _log_unlogged(self, results: list[Result]) -> None:
-        """Logs the results that a run which was resumed has already, but has not logged."""
+        """Logs the results that an earlier life of the run has left, but has not logged."""
         state = self._trainer.state
         logged: set[str] = set()
         for entry in state.log_history:
@@ -126,10 +135,10 @@ class EvaluationCallback(TrainerCallback):
         logger.info("Evaluated %s", result.line())
         self._trainer.run_log.evaluation(result)
         state = self._trainer.state
-        now = state.global_step
+        current_step = state.global_step
         state.global_step = result.step
         try:
-            # GRPO's own would log the metrics of half a step with it
+            # GRPO's own `log` would log the metrics of half a step with it.
             super(GRPOTrainer, self._trainer).log(result.logs())
         finally:
-            state.global_step = now
+            state.global_step = current_step

@@ -14,8 +14,9 @@ from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.model_setup import num_positions
 
-# of a rollout, if neither a server nor the model says how long it may be
+# Length of a rollout, if neither a server nor the model says how long it may be.
 MOST_TOKENS = 2**31 - 2
+# Arguments of TRL's trainer, each with the reason why this one does not take it.
 NOT_SUPPORTED = {
     "reward_funcs": "rewards come with the rollouts: score them in the environment",
     "reward_processing_classes": "rewards come with the rollouts: score them in the environment",
@@ -69,9 +70,8 @@ def require_trainable_model(trainer: Any) -> None:
         raise RecipeError(what, "requires_grad: False", fix, "model")
     if trainer.is_model_parallel:
         raise ValueError(
-            "The model is divided among several GPUs, as TRL does it where a process sees more "
-            "than one: set `CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate "
-            "launch`."
+            "The model is divided among several GPUs, as TRL does if a process sees more than one: "
+            "set `CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
         )
     if trainer.aux_loss_enabled and not hasattr(model.config.get_text_config(), "num_experts"):
         kind = base_model(model).config.model_type
@@ -88,6 +88,8 @@ def require_trainable_model(trainer: Any) -> None:
 
 
 def _require_short_rollouts(trainer: Any) -> None:
+    """Raises `RecipeError` if a long rollout would change how the model computes the others of its
+    batch."""
     limit = trial.longest_alike(base_model(trainer.model).config)
     if not math.isfinite(limit):
         return

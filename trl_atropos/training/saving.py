@@ -15,8 +15,12 @@ def save_on_each_node(trainer: Any) -> None:
     written by rank 0 only, and the other machines could not resume."""
     model = trainer.model
     args = trainer.args
+
+    def should_save(is_main_process: bool) -> bool:
+        return args.should_save
+
     if args.save_on_each_node and not trainer.is_sharded and isinstance(model, PreTrainedModel):
-        model.should_save_on_this_rank = lambda is_main_process: args.should_save
+        model.should_save_on_this_rank = should_save
 
 
 def load_policy(trainer: Any, checkpoint: str) -> None:
@@ -42,7 +46,9 @@ def complete_model_card(trainer: Any) -> None:
     """Adds the reward, environments, settings and versions of the run to the card that TRL has
     written."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
+    adapters = []
+    if isinstance(model, PeftModel):
+        adapters = list(model.peft_config.values())
     complete_card(
         trainer.args,
         trainer.state,
@@ -56,10 +62,10 @@ def complete_model_card(trainer: Any) -> None:
 
 def _draws_curve(trainer: Any) -> bool:
     """Returns whether the card gets a new picture of the rewards."""
-    # nobody sees it before the end, and drawing takes as long as a small step
+    # Without the Hub, nobody sees it before the end, and drawing takes as long as a small step.
     if trainer.hub_model_id is None:
         is_last_step = trainer.state.global_step >= trainer.state.max_steps
         return is_last_step or trainer.control.should_training_stop
-    # an upload that is under way would fail if the picture changed
+    # An upload that is under way would fail if the picture changed.
     push = trainer.push_in_progress
     return push is None or push.is_done()

@@ -1,5 +1,5 @@
-"""Supplies the trainer with generation batches: rank 0 takes them from the `RolloutSource`, and all
-ranks get them.
+"""Supplies the trainer with generation batches: rank 0 takes them from the `RolloutSource`, and
+`on_main` sends them to all ranks.
 
 `AtroposGRPOTrainer` calls `begin` when training begins and `next_batch` for every generation batch.
 The callback `state_callback(...)` calls back when training begins, and saves the place of the
@@ -59,6 +59,8 @@ def source_of(args: AtroposGRPOConfig, environments: Environments | None = None)
 
 class BatchSupply:
     """
+    Takes generation batches from the trainer's source, and saves its place.
+
     Args:
         trainer: the `AtroposGRPOTrainer`, whose `rollout_source` rank 0 asks.
         schedule: of the trainer's generation batches.
@@ -87,10 +89,12 @@ class BatchSupply:
         comes."""
         trainer = self._trainer
         started = time.monotonic()
-        rollouts = None
         # Rank 0 waits for rollouts in `_poll`, and computes for the rest of the time. The others
         # wait for rank 0.
-        part = INGEST if trainer.accelerator.is_main_process else WAIT
+        part = WAIT
+        if trainer.accelerator.is_main_process:
+            part = INGEST
+        rollouts = None
         while rollouts is None:
             with trainer.stopwatch.part(part):
                 rollouts = on_main(lambda: self._poll(time.monotonic() - started))
@@ -98,13 +102,15 @@ class BatchSupply:
 
     def state(self) -> dict[str, Any]:
         """Returns what a run needs to go on after the rollouts that were handed out so far."""
-        return {
-            "source": self._source.state() if self._has_begun else {},
-            "unfinished_rows": self._schedule.unfinished_rollouts(self._trainer._step),
-        }
+        place = {}
+        if self._has_begun:
+            place = self._source.state()
+        unfinished_rows = self._schedule.unfinished_rollouts(self._trainer._step)
+        return {"source": place, "unfinished_rows": unfinished_rows}
 
     def _poll(self, waited: float) -> list[Rollout] | None:
-        """Returns the next generation batch, or `None` if it is not complete yet."""
+        """Returns the next generation batch, or `None` if it is not complete yet. `waited` is how
+        long the trainer has waited for it, in seconds. Called on rank 0."""
         trainer = self._trainer
         trainer.evaluation.poll()
         batch_size = trainer.args.generation_batch_size
@@ -133,7 +139,12 @@ class BatchSupply:
             )
             logger.warning(message, unfinished_rows)
         if not step:  # nothing is resumed, or a checkpoint from before the first step
-            state = {} if args.resume_from_checkpoint else None
+            state = None
+            if args.resume_from_checkpoint:
+                state = {}
+        save_steps = 0
+        if args.save_strategy == "steps":
+            save_steps = int(args.save_steps)
         model = trainer.accelerator.unwrap_model(trainer.model)
         return RunInfo(
             batch_size=args.generation_batch_size,
@@ -142,7 +153,7 @@ class BatchSupply:
             starting_step=step,
             max_steps=args.max_steps,
             output_dir=args.output_dir,
-            save_steps=int(args.save_steps) if args.save_strategy == "steps" else 0,
+            save_steps=save_steps,
             run_name=args.run_name or "trl_atropos",
             rows_consumed=self._schedule.consumed_rollouts(step),
             distils=args.distillation_coef > 0,

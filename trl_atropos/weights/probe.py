@@ -9,16 +9,15 @@ If single tokens alone are beyond the tolerance (`tolerance.py`), the server sam
 only a second breach counts.
 
 Before the first step, a difference is one of how vLLM and Transformers compute the model. It may
-begin at some length only, so the run's longest rollouts are compared (`Probe.run_longest`), and
-again by every eighth probe.
+begin at some length only, so the run's longest rollouts are compared, too (`Probe.run_longest`,
+`probe_lengths.py`), and again by every eighth probe.
 
 The publisher calls `begin` after a publish that `probe_schedule.py` finds due, and `judge` before
-the next.
+the next backward pass.
 """
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -33,6 +32,7 @@ from trl_atropos.errors import ProbeError, ServerError
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.model_setup import num_positions
+from trl_atropos.weights.probe_lengths import find_agreement
 from trl_atropos.weights.probe_schedule import Schedule
 from trl_atropos.weights.tolerance import (
     EXACT,
@@ -52,7 +52,6 @@ NUM_SAMPLES = 4  # per probe, at the same time
 TAIL = 16  # prompt tokens after the first full KV block
 # tokens that continue a long prompt, once: four samples of it would take four times the memory
 LONG_SAMPLED = 16
-LENGTH_STEP = 32  # tokens: precision of the length from which on both sides differ
 
 CURES = (
     "Try, in this order: the same dtype on both sides; `attn_implementation: eager`; a server's "
@@ -61,7 +60,7 @@ CURES = (
     "that are off by as much."
 )
 
-# Of each sample: its token ids and their log-probabilities.
+# For each sample, its token ids and their log-probabilities.
 Samples = list[tuple[list[int], list[float]]]
 
 
@@ -106,7 +105,9 @@ class Probe:
         self.schedule = Schedule(every)
         self._trainer = trainer
 
-        computes_in = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+        computes_in = torch.float32
+        if args.bf16 or args.fp16:
+            computes_in = torch.bfloat16
         stored_in = next(trainer.model.parameters()).dtype
         self._dtypes = {computes_in, stored_in, getattr(torch, info.dtype)}
         if args.numerics == "bitwise":
@@ -121,15 +122,18 @@ class Probe:
         self.first: ProbeResult | None = None  # before training, or before a resumed one
 
         self.policy_version: int | None = None  # of the last probe
-        self._runs = 0  # probes
-        self._outliers = 0  # probes with outliers
+        self._runs = 0  # probes that were judged
+        self._outliers = 0  # those of them that had outliers
         self._samples: Future | None = None  # of the probe that has begun
 
-        asked = args.max_sequence_length or math.inf
+        # Tokens of the run's longest rollouts.
         positions = num_positions(base_model(trainer.model).config)
-        self._longest = int(min(asked, info.max_model_len, positions))
+        longest = min(info.max_model_len, positions)
+        if args.max_sequence_length:
+            longest = min(longest, args.max_sequence_length)
+        self._longest = int(longest)
         self._compared_longest = False
-        # of the longest prompt on which both sides agreed before training
+        # Has the longest prompt on which both sides agreed before training.
         self._long_plan: Plan | None = None
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
@@ -140,9 +144,9 @@ class Probe:
         rollouts if both sides agreed on one. Returns at once."""
         is_new = policy_version != self.policy_version
         self.policy_version = policy_version
-        plan = self._long_plan if long else None
-        if plan is None:
-            plan = self._short_plan()
+        plan = self._short_plan()
+        if long and self._long_plan is not None:
+            plan = self._long_plan
         self._plan = plan
 
         def sample(client: ServerClient) -> Samples:
@@ -155,6 +159,7 @@ class Probe:
 
     @property
     def begun(self) -> bool:
+        """True from `begin` to `judge`."""
         return self._samples is not None
 
     def forget(self) -> None:
@@ -198,18 +203,24 @@ class Probe:
         if self._compared_longest:
             return
         shortest = len(self.prompt_ids) + NUM_SAMPLED
-        agreed, differs, problem = self._find_longest(shortest)
+        agreed, differs_from, problem = find_agreement(
+            self._difference_at,
+            shortest,
+            self._longest,
+            self.schedule.seconds,
+            self.servers.timeout,
+        )
         self._compared_longest = True
         if agreed > shortest:
             self._long_plan = self._plan_of_length(agreed)
         if torch.cuda.is_available():
             # no step may need as much, and the server is on the same device
             torch.cuda.empty_cache()
-        if differs is None:
+        if differs_from is None:
             return
         message = (
             f"Server and trainer agree on sequences of up to {agreed} tokens, but not from "
-            f"{differs} tokens on (at most {self._longest} may come): {problem} vLLM and "
+            f"{differs_from} tokens on (at most {self._longest} may come): {problem} vLLM and "
             "Transformers compute longer sequences of this model differently, mostly because of a "
             f"window or a rotary embedding. Set `max_sequence_length: {agreed}`, to drop longer "
             f"rollouts, and start the server with `--max-model-len {agreed}`, to end them there."
@@ -217,46 +228,6 @@ class Probe:
         if self._trainer.args.max_sequence_length is not None:
             raise ProbeError(message)
         logger.warning("%s", message)
-
-    # -------------------------------------------------------------------------------------- lengths
-
-    def _find_longest(self, agreed: int) -> tuple[int, int | None, str]:
-        """Compares longer and longer sequences. Returns the longest on which both sides agree, the
-        shortest on which they differ, if any, and how they differ."""
-        differs = None
-        problem = ""
-        seconds = _of_main(self.schedule.seconds)  # all ranks must compare the same lengths
-        length = self._next_length(agreed, differs, seconds)
-        while length is not None:
-            began = time.perf_counter()
-            try:
-                difference = self._difference_at(length)
-            except torch.OutOfMemoryError:  # training on such a rollout would fail, too
-                break
-            seconds = _of_main(time.perf_counter() - began)
-            if difference is None:
-                agreed = length
-            else:
-                differs = length
-                problem = difference
-            length = self._next_length(agreed, differs, seconds)
-        return agreed, differs, problem
-
-    def _next_length(self, agreed: int, differs: int | None, seconds: float) -> int | None:
-        """Returns the length to compare after one that took some seconds: longer until both sides
-        differ, then in between. `None` ends the search."""
-        if differs is not None:
-            if differs - agreed <= LENGTH_STEP:
-                return None
-            return (agreed + differs) // 2
-        if agreed >= self._longest:
-            return None
-        # A rollout twice as long takes at most four times as long.
-        factor = math.sqrt(self.servers.timeout / 2 / seconds)
-        length = min(self._longest, int(agreed * factor))
-        if length < min(self._longest, 2 * agreed):
-            return None
-        return length
 
     def _difference_at(self, length: int) -> str | None:
         """Returns how server and trainer differ at the end of `length` tokens, or `None` within the
@@ -306,7 +277,7 @@ class Probe:
             )
 
     def _sample(self, plan: Plan) -> list[Samples]:
-        """Lets all servers of this rank sample."""
+        """Returns what all servers of this rank sample now."""
         return self.servers.each_here(lambda client: self._sample_from(client, plan))
 
     def _sample_from(self, client: ServerClient, plan: Plan) -> Samples:
@@ -319,15 +290,16 @@ class Probe:
         Returns log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in
         float64 on the CPU.
 
-        Every other probe, from the first on, has them scored by the trainer's own way of training,
-        all samples in one row if it packs rollouts. The others are scored by TRL's forward pass of
-        each sample.
+        Every other probe, from the first on, scores as the trainer does when it trains: all samples
+        in one row if it packs rollouts. The others score by TRL's forward pass of each sample.
         """
         model = self._trainer.model
         num_tokens = tokens.shape[1]
         prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
         ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
-        scorer = type(self._trainer) if self._runs % 2 == 1 else GRPOTrainer
+        scorer = GRPOTrainer
+        if self._runs % 2 == 1:
+            scorer = type(self._trainer)
         score = scorer._get_per_token_logps_and_entropies
         training = model.training
         model.eval()  # dropout would differ from the server
@@ -357,11 +329,15 @@ class Probe:
         samples = together(sample)
         if not self.servers.one_per_rank:
             samples = _of_main(samples)
+        all_ids = []
+        all_logprobs = []
+        for server_samples in samples:
+            ids, logprobs = zip(*server_samples, strict=True)
+            all_ids.append(ids)
+            all_logprobs.append(logprobs)
         # These and `scored` have the shape (num_servers, num_samples, num_tokens).
-        tokens = torch.tensor([[ids for ids, _ in of_server] for of_server in samples])
-        sampled = torch.tensor(
-            [[logprobs for _, logprobs in of_server] for of_server in samples], dtype=torch.float64
-        )
+        tokens = torch.tensor(all_ids)
+        sampled = torch.tensor(all_logprobs, dtype=torch.float64)
         scored = together(lambda: self._score(plan.prompt_ids, tokens.flatten(0, 1)))
         scored = scored.view_as(sampled)
         return together(lambda: self._check(tokens, sampled, scored, plan.tolerance))
@@ -378,7 +354,10 @@ class Probe:
             return result
         seen = tolerance.describe_breach(result, tokens, sampled, scored)
         is_outlier = result.mean_abs_diff <= tolerance.mean_abs
-        error = (Outlier if is_outlier else ProbeError)(
+        kind = ProbeError
+        if is_outlier:
+            kind = Outlier
+        error = kind(
             f"After publishing policy version {self.policy_version}, the server and the trainer "
             f"disagree: {seen} {self._explain(scored)}"
         )

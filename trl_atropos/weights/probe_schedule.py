@@ -1,4 +1,5 @@
-"""After which publishes the probe (`probe.py`) runs, so that it takes a small share of the time."""
+"""Decides after which publishes the probe (`probe.py`) runs, so that it takes a small share of the
+time."""
 
 import math
 from dataclasses import dataclass
@@ -7,14 +8,14 @@ from dataclasses import dataclass
 # configuration says how often to probe.
 MAX_SHARE = 0.02
 LEAST_APART = 4
-LONG_EVERY = 8  # of so many probes, one is near the run's longest rollouts
+LONG_EVERY = 8  # one of so many probes has a prompt near the run's longest rollouts
 
 
 @dataclass
 class Schedule:
     """Decides after which publishes the probe runs: the first, the last, and some between them."""
 
-    every: int | None  # publishes; 0: no probe at all; None: as `MAX_SHARE` allows
+    every: int | None  # publishes between two probes; 0: no probe; None: as `MAX_SHARE` allows
     publishes: int = 0
     probed: int = 0  # number of the last publish that was probed
     probes: int = 0
@@ -29,8 +30,8 @@ class Schedule:
         if last or self.publishes == 1:
             return True
         if self.every is None:
-            rested = now - self.ended >= self.seconds / MAX_SHARE
-            return rested and self.publishes - self.probed >= LEAST_APART
+            has_rested = now - self.ended >= self.seconds / MAX_SHARE
+            return has_rested and self.publishes - self.probed >= LEAST_APART
         return (self.publishes - 1) % self.every == 0
 
     def ran(self, seconds: float, ended: float) -> None:

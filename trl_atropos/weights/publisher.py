@@ -1,7 +1,14 @@
 """Publishing: how a new policy reaches the servers that sample from it, the same for every mode.
 
-    hold -> (a checkpoint may be loaded) -> begin
-         -> [pause -> send -> version + 1 -> resume -> prove] after every step
+    hold -> (a checkpoint may be loaded) -> begin -> [step -> publish] -> [step -> publish] -> close
+
+A publish pauses the servers, sends the weights, lets the servers resume, and begins to prove that
+they have the trainer's weights: `Proof` compares fingerprints, and `Probe` log-probabilities. The
+servers resume, and compute their part of the proof, in the background. So a publish is judged only
+before the next backward pass (`before_backward`), which raises if the publish went wrong.
+
+If servers and trainer share memory (`Transfer.steps_in_place`), the optimizer's step writes into
+the servers' weights. Then the servers pause before the step, and otherwise after it.
 
 The trainer calls its publisher on every rank, as `policy_publisher.py` describes. `Phase` lists the
 states of the servers, and the methods of `ServerPublisher` that change them stand together. A
@@ -13,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,11 +77,9 @@ class Phase(Enum):
     State of the servers, as this trainer has left them. Each arrow is a method of
     `ServerPublisher`::
 
-        SAMPLING --before_step--> PAUSING --_pause--+
-        SAMPLING --_pause---------------------------+-> PAUSED --_resume--> RESUMING
-        SAMPLING --hold--> HELD --_resume--> RESUMING
-        SAMPLING or PAUSED --computing--> ASLEEP --_resume--> RESUMING  (`computing` pauses first)
-        RESUMING --_judge_weights--> SAMPLING
+        SAMPLING --before_step or _pause--> PAUSING --_pause--> PAUSED (or HELD, if `hold` pauses)
+        PAUSED --computing--> ASLEEP
+        PAUSED, HELD or ASLEEP --_resume--> RESUMING --_await_resumed--> SAMPLING
         any --close--> SAMPLING
 
     The state is SAMPLING if a server fails to pause or to resume. Any other error keeps the state.
@@ -119,10 +125,10 @@ class ServerPublisher(PolicyPublisher):
         self.probe_every_n_steps = probe_every_n_steps
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
-        self._steps = 0  # of the optimizer since the run began: the version that the trainer has
+        self._trainer_version = 0  # optimizer steps since the run began
         self._phase = Phase.SAMPLING
-        self._call: Future | None = None  # of PAUSING and RESUMING
-        self._writes_when_held = 0  # of HELD
+        self._call: Future | None = None  # in PAUSING and RESUMING: ends when all servers have
+        self._writes_when_held = 0  # see `_count_writes`
         self._backward_ends: torch.cuda.Event | None = None
         self._probe: Probe | None = None
         self._proof = Proof(self.servers, [])  # compares nothing until `attach`
@@ -133,7 +139,7 @@ class ServerPublisher(PolicyPublisher):
 
     @property
     def trainer_version(self) -> int:
-        return self._steps
+        return self._trainer_version
 
     def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
         self.transfer, model = self.transfer.load(model, args, peft_config)
@@ -176,7 +182,7 @@ class ServerPublisher(PolicyPublisher):
         return problems
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
-        self._steps = policy_version
+        self._trainer_version = policy_version
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
@@ -186,13 +192,14 @@ class ServerPublisher(PolicyPublisher):
             self._probe.run_longest()
         step = optimizer.step
 
-        def published(*args, **kwargs):
+        def step_and_publish(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
-            due = (self._steps + 1) % self.sync_every_n_steps == 0 or self._is_last()
-            return self._publish(lambda: step(*args, **kwargs), optimizer, due)
+            next_version = self._trainer_version + 1
+            due = next_version % self.sync_every_n_steps == 0 or self._is_last()
+            return self._publish(partial(step, *args, **kwargs), optimizer, due)
 
-        self._wrap_step(optimizer, published)
+        self._wrap_step(optimizer, step_and_publish)
 
     def replace(self, load: Callable[[], None]) -> None:
         """Calls `load`. Servers that share the trainer's memory are paused meanwhile; others go on
@@ -203,6 +210,8 @@ class ServerPublisher(PolicyPublisher):
             load()
 
     def before_backward(self) -> None:
+        """Judges the last publish: raises if the servers did not resume, have other weights than
+        the trainer, or compute other log-probabilities."""
         with self.stopwatch.part(PUBLISH):
             self._judge_weights()
             self._judge_probe()
@@ -223,25 +232,27 @@ class ServerPublisher(PolicyPublisher):
         with deferred():
             if steps_in_place:
                 with self.stopwatch.part(PUBLISH):
-                    self._pause()
-                    self.on_pause()
+                    self._pause_for_publish()
             result = step()
             # A gradient scaler that found no finite gradient skips the step: then nothing is new.
             if optimizer is not None and not optimizer.step_was_skipped:
-                self._steps += 1
+                self._trainer_version += 1
             # The step is only queued on the device, and the publish must not overtake it.
             _synchronize()
             if due or self._phase.is_paused:
                 with self.stopwatch.part(PUBLISH):
                     if not steps_in_place:
-                        self._pause()
-                        self.on_pause()
+                        self._pause_for_publish()
                     self._send()
                     self._resume()
         if due:
             with self.stopwatch.part(PUBLISH):
                 self._prove()
         return result
+
+    def _pause_for_publish(self) -> None:
+        self._pause()
+        self.on_pause()
 
     def _is_last(self) -> bool:
         """Returns whether the step that is being taken is the run's last. In `begin`, before any
@@ -251,6 +262,7 @@ class ServerPublisher(PolicyPublisher):
     # ---------------------------------------------------------------- the arrows between two phases
 
     def _enter(self, phase: Phase, call: Future | None = None) -> None:
+        """Enters a phase. `call` is what the servers do meanwhile, in the background."""
         self._call = call
         self._phase = phase
 
@@ -274,10 +286,14 @@ class ServerPublisher(PolicyPublisher):
         if self._phase.is_paused:
             return
         together(self.transfer.check)
-        pausing = self._call if self._phase is Phase.PAUSING else self.transfer.pause()
-        # If it fails, `close` must not resume: when the lease ends, the server decides by itself.
-        self._enter(Phase.SAMPLING)
-        together(pausing.result)
+        if self._phase is not Phase.PAUSING:
+            self._enter(Phase.PAUSING, self.transfer.pause())
+        try:
+            together(self._call.result)
+        except BaseException:
+            # `close` must not resume: when the lease ends, the server decides by itself.
+            self._enter(Phase.SAMPLING)
+            raise
         self._enter(phase)
 
     def computing(self) -> None:
@@ -294,23 +310,22 @@ class ServerPublisher(PolicyPublisher):
         asleep = self._phase is Phase.ASLEEP
         if asleep:
             self.servers.each(lambda client: client.wake("weights"))
-        self.transfer.send(self._steps)
+        self.transfer.send(self._trainer_version)
         _synchronize()  # copies into the server's memory are only queued, too
         if asleep:
             self.servers.each(lambda client: client.wake("kv_cache"))
 
     def _resume(self) -> None:
         """Lets the servers sample from the new version, in the background."""
-        self._enter(Phase.RESUMING, self.transfer.resume(self._steps))
-        self.policy_version = self._steps
+        self._enter(Phase.RESUMING, self.transfer.resume(self._trainer_version))
+        self.policy_version = self._trainer_version
 
-    def _judge_weights(self) -> None:
-        """Raises unless the servers sample again, from the trainer's weights."""
+    def _await_resumed(self) -> None:
+        """Returns when the servers sample again. Raises if one fails to."""
         if self._phase is Phase.RESUMING:
             resuming = self._call
-            self._enter(Phase.SAMPLING)
+            self._enter(Phase.SAMPLING)  # also if it fails
             together(resuming.result)
-        self._proof.judge()
 
     def close(self) -> None:
         """Ends publishing and releases the leases. A server that is paused then goes on with whole
@@ -328,22 +343,29 @@ class ServerPublisher(PolicyPublisher):
         super().close()
 
     def _count_writes(self) -> int:
-        """Returns how often parameters were written in place, which tells whether a checkpoint was
-        loaded. An optimizer's kernels may write without being counted."""
+        """Returns how often parameters were written in place. If the count has risen since `hold`,
+        a checkpoint was loaded. An optimizer's kernels may write without being counted."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     # ------------------------------------------------------------------------------------ the proof
 
     def _prove(self) -> None:
         """Begins to compare fingerprints and, if one is due, a probe. Both are judged before the
-        next publish, or at once if none follows."""
+        next backward pass, or at once if none follows."""
         self._proof.begin(self.policy_version)
         if self._proof.begun and self._is_last():
             self._judge_weights()
         if self._probe is not None:
             self._run_probe()
 
+    def _judge_weights(self) -> None:
+        """Raises unless the servers sample again, from the trainer's weights."""
+        self._await_resumed()
+        self._proof.judge()
+
     def _run_probe(self) -> None:
+        """Begins a probe if the schedule finds one due after this publish. Judges it at once after
+        the first publish and the last."""
         schedule = self._probe.schedule
         last = self._is_last()
 
