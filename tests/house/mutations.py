@@ -453,7 +453,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/versions.py",
-        "abs(sampled - trainer) > TOLERANCE",
+        "not abs(sampled - trainer) <= TOLERANCE",
         "sampled - trainer > TOLERANCE",
         "tests/rollouts/test_intake.py::test_another_temperature_in_an_override_rejects_only_that_group",
     ),
