@@ -28,8 +28,6 @@ GROUPS_RUNNER = f"{SITE}/groups.py"  # takes it through a number of problems, wi
 # A name of an entry has no "..", hides no file, and does not look like a flag.
 NAME = re.compile(r"\w[\w.-]*")
 LONGEST_NAME = 200  # bytes; the name of a file may have 255
-HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
-
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
@@ -68,7 +66,9 @@ class EnvironmentSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_text_as_path(cls, entry: Any) -> Any:
-        return {"path": entry} if isinstance(entry, str) else entry
+        if isinstance(entry, str):
+            return {"path": entry}
+        return entry
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> "EnvironmentSpec":
@@ -93,7 +93,9 @@ class EnvironmentSpec(BaseModel):
 
     def _usual_name(self) -> str:
         script = self.script.absolute()
-        name = script.parent.name if script.stem == "environment" else script.stem
+        name = script.stem
+        if name == "environment":
+            name = script.parent.name
         return re.sub(r"[^\w.-]", "_", name).lstrip(".-")
 
     @property
@@ -130,7 +132,7 @@ class EnvironmentSpec(BaseModel):
         """Returns the command that starts the environment in a run. The caller appends `--config
         FILE`. Raises `RecipeError` for an unknown placeholder."""
         if self.path is not None:
-            return [self._interpreter(placeholders), RUNNER, self.path, "serve"]
+            return [self.fill_in("{python}", placeholders), RUNNER, self.path, "serve"]
         return [self.fill_in(word, placeholders) for word in self.command_words()]
 
     def groups_command(
@@ -138,17 +140,17 @@ class EnvironmentSpec(BaseModel):
     ) -> list[str]:
         """Returns the command that takes the script of a `path` through its first problems
         (`environment_site/groups.py`). The caller appends `--config FILE`."""
-        return [self._interpreter(placeholders), GROUPS_RUNNER, self.path, kind]
-
-    def _interpreter(self, placeholders: Mapping[str, str]) -> str:
-        return self.fill_in("{python}", placeholders)
+        return [self.fill_in("{python}", placeholders), GROUPS_RUNNER, self.path, kind]
 
     def script_in(self, command: list[str]) -> str:
         """Returns the script that the filled-in `command` runs, or an empty text if it names
         none."""
         if self.path is not None:
             return self.path
-        return next((word for word in command[1:] if word.endswith(".py")), "")
+        for word in command[1:]:
+            if word.endswith(".py"):
+                return word
+        return ""
 
     def command_words(self) -> list[str]:
         """Returns the words of `command`, with its placeholders. Raises `RecipeError` for a quote
@@ -166,8 +168,9 @@ class EnvironmentSpec(BaseModel):
         """Returns `text` with the values of its placeholders. An entry's own `python` wins."""
         values = dict(placeholders)
         if self.python is not None:
-            python = os.path.expanduser(self.python)
-            values["python"] = os.path.abspath(python) if "/" in python else python
+            values["python"] = os.path.expanduser(self.python)
+            if "/" in values["python"]:  # not a name that is looked up in PATH
+                values["python"] = os.path.abspath(values["python"])
         try:
             return text.format_map(values)
         except (KeyError, IndexError, ValueError) as error:
@@ -234,19 +237,24 @@ def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
         except ValidationError as error:
             what = f"`{setting}` entry {number}: {_first_mistake(error)}"
             keys = ", ".join(f"`{name}`" for name in kind.model_fields)
-            raise RecipeError(what, str(entry), HOW_TO_ENTER.format(keys), code) from error
+            fix = (
+                "An entry is the path of a script, or has `path` or `command`. It may have: "
+                f"{keys}."
+            )
+            raise RecipeError(what, str(entry), fix, code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
-        what = f"`{setting}` names must differ, but they are: {', '.join(names)}"
-        raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
+        seen = ", ".join(names)
+        what = f"`{setting}` names must differ, but they are: {seen}"
+        raise RecipeError(what, seen, "Give each entry a `name`.", code)
     return parsed
 
 
 def _first_mistake(error: ValidationError) -> str:
     """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`."""
-    mistake = error.errors()[0]
-    place = "".join(f"{part}: " for part in mistake["loc"])
-    return place + mistake["msg"].removeprefix("Value error, ")
+    mistake, *_ = error.errors()
+    message = mistake["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, mistake["loc"]), message])
 
 
 def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
@@ -258,7 +266,9 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
         what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"
         raise RecipeError(what, f"cwd: {spec.cwd}", "Correct it.", "environment-program")
     program = command[0] if command else ""
-    place = os.path.join(folder, program) if "/" in program else program
+    place = program
+    if "/" in program:
+        place = os.path.join(folder, program)
     if not shutil.which(place, path=spec.env.get("PATH")):
         what = f"{who}: there is no program {program!r} to run"
         fix = "Correct its `command`, such as `{python} path/to/script.py`."

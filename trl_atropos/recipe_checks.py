@@ -214,6 +214,7 @@ def check_files(recipe: "Recipe") -> "Recipe":
     folder as `resume_from_checkpoint`, or with `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
+    from trl_atropos.weights import trainable
     from trl_atropos.weights.run_path import starting_checkpoint
     from trl_atropos.weights.savable import require_savable_generation, require_writable
 
@@ -221,12 +222,12 @@ def check_files(recipe: "Recipe") -> "Recipe":
     model = recipe.model
     environment_token()  # raises if no header can carry it
     together(lambda: require_writable(training.output_dir))
-    together(lambda: checkpoints.require_causal_model(model, training.trust_remote_code))
+    together(lambda: trainable.require_causal_model(model, training.trust_remote_code))
     # otherwise, an adapter alone is saved
     if not model.use_peft or training.mode.restarts_engine:
         together(lambda: require_savable_generation(model))
     if model.use_peft and recipe.adapter_way is not None:
-        together(lambda: checkpoints.require_untied(model, training.trust_remote_code))
+        together(lambda: trainable.require_untied(model, training.trust_remote_code))
     folder = starting_checkpoint(training, training.resume_from_checkpoint)
     if folder is not None:
         together(lambda: checkpoints.require_whole(folder))

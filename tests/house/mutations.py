@@ -51,8 +51,8 @@ MUTATIONS: list[Mutation] = [
     # -------------------------------------------------------------------------------------- batches
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "self._per_token = max(self._per_token, (peak",
-        "self._per_token = min(self._per_token, (peak",
+        "self._per_token = max(self._per_token, per_token)",
+        "self._per_token = min(self._per_token, per_token)",
         "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
     ),
     Mutation(
@@ -172,7 +172,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/fingerprints.py",
-        "if self._scratch.numel() < max(num_bytes):",
+        "if self._scratch.numel() < largest:",
         "if not self._scratch.numel():",
         "tests/weights/test_fingerprints.py::test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is",
     ),
@@ -264,8 +264,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "[min(0.0, spec.passes_above)] * spec.samples",
-        "[0.0] * spec.samples",
+        "not_solved = min(0.0, spec.passes_above)",
+        "not_solved = 0.0",
         "tests/services/test_evaluation.py::test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved",
     ),
     Mutation(
@@ -295,8 +295,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "min(reply.oldest for reply in replies), max(",
-        "max(reply.oldest for reply in replies), max(",
+        "oldest = min(reply.oldest for reply in replies)",
+        "oldest = max(reply.oldest for reply in replies)",
         "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
     ),
     Mutation(

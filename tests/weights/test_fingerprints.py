@@ -278,8 +278,8 @@ from trl_atropos.tensors import fingerprint as f
 
 def by_kernel(prints):
     sums = torch.zeros(prints.count, 2, dtype=torch.int64)
-    for (itemsize, packed, width), table in f._tables_of(prints.rectangles).items():
-        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, width, f.FIELDS)
+    for kind, table in f._tables_of(prints.rectangles, prints.device).items():
+        f._add_parts[(len(table),)](table, sums, *kind)
     return (sums % f.P).tolist()
 
 for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64):

@@ -78,7 +78,8 @@ def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     for index, rollout in enumerate(rollouts):
         if rollout.trains_on_token_advantages:
             trained = rollout.token_advantages[rollout.mask]
-            advantages[index] = float(trained.mean(dtype=np.float64))
+            mean = trained.mean(dtype=np.float64)
+            advantages[index] = float(mean)
     return advantages
 
 
@@ -86,7 +87,8 @@ def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
     """Returns the share of `rollouts` (at least one) in groups whose scores are all equal:
     `frac_reward_zero_std`."""
     is_zero = [rollout.group_std <= ZERO_STD for rollout in rollouts]
-    return np.mean(is_zero, dtype=np.float32).item()
+    share = np.mean(is_zero, dtype=np.float32)
+    return share.item()
 
 
 def importance_ratio(logprobs: Tensor, batch: Batch, args: "AtroposGRPOConfig") -> Tensor:
@@ -115,7 +117,8 @@ def importance_ratio(logprobs: Tensor, batch: Batch, args: "AtroposGRPOConfig") 
         )
     mask = batch["completion_mask"] * batch["tool_mask"]
     log_ratio = logprobs - batch["sampling_per_token_logps"]
-    log_ratio = (log_ratio * mask).nan_to_num(nan=0.0)
+    log_ratio = log_ratio * mask
+    log_ratio = log_ratio.nan_to_num(nan=0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     low = args.vllm_importance_sampling_clip_min
@@ -147,23 +150,23 @@ def distillation_inputs(
         if absent; and `num_distilled_tokens`, `()` int64: of all ranks. Entry `i` is about
         completion token `i`.
     """
-    widths = [
-        rollout.distill_ids.shape[1] for rollout in rollouts if rollout.distill_ids is not None
-    ]
-    if not any(widths):
+    most = 0  # k of any rank
+    for rollout in rollouts:
+        if rollout.distill_ids is not None:
+            most = max(most, rollout.distill_ids.shape[1])
+    if not most:
         return {}
-    shape = (*output["completion_mask"].shape, max(widths))
+    shape = (*output["completion_mask"].shape, most)
     ids = torch.full(shape, -1)
     logprobs = torch.full(shape, torch.nan)
     for i, rollout in enumerate(rollouts[local_slice]):
         if rollout.distill_ids is not None:
             length, k = rollout.distill_ids.shape
-            ids[i, :length, :k] = torch.tensor(rollout.distill_ids)
-            logprobs[i, :length, :k] = torch.tensor(rollout.distill_logprobs)
-    inputs = {
-        "distill_ids": ids.to(accelerator.device),
-        "distill_logprobs": logprobs.to(accelerator.device),
-    }
+            place = (i, slice(length), slice(k))
+            ids[place] = torch.tensor(rollout.distill_ids)
+            logprobs[place] = torch.tensor(rollout.distill_logprobs)
+    device = accelerator.device
+    inputs = {"distill_ids": ids.to(device), "distill_logprobs": logprobs.to(device)}
     count = distilled_tokens(output | inputs).sum()
     inputs["num_distilled_tokens"] = accelerator.gather(count).sum()
     return inputs
@@ -190,9 +193,11 @@ def top_k_divergence(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
         `(...)` float32, in nats (units of the natural logarithm).
     """
     is_present = ids >= 0
-    student = logits.gather(-1, ids.clamp(min=0))
-    student = student.float().where(is_present, ABSENT).log_softmax(-1)
-    teacher = logprobs.where(is_present, ABSENT).log_softmax(-1)
+    student = logits.gather(-1, ids.clamp(min=0)).float()
+    student = student.where(is_present, ABSENT)
+    student = student.log_softmax(-1)
+    teacher = logprobs.where(is_present, ABSENT)
+    teacher = teacher.log_softmax(-1)
     divergences = teacher.exp() * (teacher - student)
     return divergences.sum(-1)
 
@@ -225,27 +230,30 @@ def distillation_loss(
     count, width = rows.shape
     # The logits of only those columns are made in which any row has something to predict. Two rows
     # of 4 tokens that predict at 1, 2 and 5 have `columns` 1, 2 and the `places` 0, 1, 2 of 2 x 2.
-    columns, column = (layout.predicts % width).unique(return_inverse=True)
+    column = layout.predicts % width
+    columns, number = column.unique(return_inverse=True)
     row = layout.predicts // width
-    places = row * len(columns) + column
+    places = row * len(columns) + number
     with accelerator.autocast():
         output = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False)
 
     def placed(values: Tensor) -> Tensor:
         """Moves (B, C, k) to (R, len(columns), k), where the logits predict; -1 if they predict
         nothing."""
-        k = values.size(-1)
-        flat = values.new_full((count * len(columns), k), -1)
+        shape = (count, len(columns), values.size(-1))
         predicted = values.flatten(0, 1)[layout.columns]
-        flat = flat.index_copy(0, places, predicted)
-        return flat.view(count, len(columns), k)
+        moved = values.new_full(shape, -1)
+        moved.flatten(0, 1)[places] = predicted
+        return moved
 
     # Without any of the teacher's tokens, both sides have the same distribution, and no divergence.
     is_distilled = distilled_tokens(inputs)[..., None]
-    ids = placed(inputs["distill_ids"].where(is_distilled, -1))
-    logprobs = placed(inputs["distill_logprobs"])
-    total = top_k_divergence(output.logits, ids, logprobs).sum()
+    ids = inputs["distill_ids"].where(is_distilled, -1)
+    logprobs = inputs["distill_logprobs"]
+    divergences = top_k_divergence(output.logits, placed(ids), placed(logprobs))
+    total = divergences.sum()
     per_micro_batch = inputs["num_distilled_tokens"].clamp(min=1) / micro_batches
     divergence = accelerator.reduce(total.detach()) / per_micro_batch
-    loss = total * accelerator.num_processes / (per_micro_batch * of_step)
+    per_step = per_micro_batch * of_step
+    loss = total * accelerator.num_processes / per_step
     return loss, divergence.item()

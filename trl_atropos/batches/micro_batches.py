@@ -11,6 +11,7 @@ the planned micro-batches with `join`, `take` and `trim`, and scores padded ones
 (B, C) for completions, padded on the right.
 """
 
+import math
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ class Plan:
     def undo(self, column: MutableSequence) -> None:
         """Puts the last entries of `column`, one per rollout in this order, into the order in which
         the rollouts came."""
-        arrived = {index: column.pop() for index in reversed(self.order)}
-        column.extend(arrived[index] for index in sorted(arrived))
+        arrived = {}
+        for index in reversed(self.order):
+            arrived[index] = column.pop()
+        for index in sorted(arrived):
+            column.append(arrived[index])
 
 
 def plan(
@@ -108,8 +112,8 @@ def plan(
     if alike is not None and ranks == 1:
         sort_key = alike
     per_step = len(num_tokens) // (ranks * steps)
-    hands_of_steps: list[list[list[int]]] = []
-    sizes: list[list[int]] = []
+    hands_of_steps = []
+    sizes = []
     for window in indices.reshape(steps // together, -1):
         ordered = window[np.argsort(sort_key[window], kind="stable")]
         loads = [0] * ranks
@@ -123,7 +127,7 @@ def plan(
             # micro-batch.
             longest = np.max([num_tokens[hand] for hand in hands], axis=0)
             sizes.append(_cut(longest, max_tokens, packed))
-    order: list[int] = []
+    order = []
     for rank in range(ranks):
         for hands in hands_of_steps:
             order.extend(hands[rank])
@@ -136,27 +140,32 @@ def _deal(block: np.ndarray, num_tokens: np.ndarray, loads: list[int]) -> list[l
     the fewest tokens, so that all work on similar lengths at the same time: sharded ranks wait for
     each other in every layer."""
     per_rank = len(block) // len(loads)
-    hands: list[list[int]] = [[] for _ in loads]
+    hands = [[] for _ in loads]
+    with_room = list(range(len(loads)))  # ranks
     for index in block:
-        with_room = [rank for rank, hand in enumerate(hands) if len(hand) < per_rank]
         rank = min(with_room, key=loads.__getitem__)
-        hands[rank].append(int(index))
         loads[rank] += num_tokens[index]
+        hands[rank].append(int(index))
+        if len(hands[rank]) == per_rank:
+            with_room.remove(rank)
     return hands
 
 
 def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
     """Cuts rollouts, in this order, into micro-batches of at most `max_tokens` tokens, at the least
     total cost: the tokens, padding included, and the overhead of every micro-batch. Returns how
-    many rollouts each has."""
+    many rollouts each has.
+
+    For example, `max_tokens` 32 has an overhead of 2. Lengths 9, 5, 3, 2, padded, become [1, 1, 2]:
+    9 + 5 + 6 tokens and three overheads cost 26. The sizes [2, 2] would cost 18 + 6 + 4 = 28.
+    """
     overhead = max_tokens * MICRO_BATCH_OVERHEAD
     cost = np.zeros(len(lengths) + 1)  # the least one of the rollouts up to each
-    sizes: list[list[int]] = [[]]  # by which these have it
-    for end in range(1, len(lengths) + 1):
+    sizes = [[]]  # by which these have it
+    for end, length in enumerate(lengths, start=1):
         tokens = _tokens_from_each(lengths[:end], packed)
-        bound = max(max_tokens, lengths[end - 1])
-        allowed = np.where(tokens <= bound, tokens, np.inf)
-        total = cost[:end] + allowed + overhead
+        total = cost[:end] + tokens + overhead
+        total[tokens > max(max_tokens, length)] = np.inf
         begin = int(total.argmin())
         cost[end] = total[begin]
         sizes.append([*sizes[begin], end - begin])
@@ -209,7 +218,8 @@ class TokenBudget:
         before = torch.cuda.memory_allocated(self._device)
         yield
         peak = torch.cuda.max_memory_allocated(self._device)
-        self._per_token = max(self._per_token, (peak - before) / tokens)
+        per_token = (peak - before) / tokens
+        self._per_token = max(self._per_token, per_token)
 
     def of_next_batch(self, gather: Callable[[Tensor], Tensor]) -> int:
         """Returns the bound for the next generation batch. Call it on every rank between two steps:
@@ -264,9 +274,10 @@ def join(batches: Sequence[Batch]) -> Batch:
     same in all."""
     joined = {}
     for name, value in batches[0].items():
-        joined[name] = value
         if value.ndim:
-            joined[name] = torch.cat([batch[name] for batch in batches])
+            values = [batch[name] for batch in batches]
+            value = torch.cat(values)
+        joined[name] = value
     return joined
 
 
@@ -285,21 +296,23 @@ def trim(batch: Batch, lengths: np.ndarray, multiple: int = 1) -> Batch:
     longest_prompt, longest_completion = lengths.max(0).tolist()
     P = batch["prompt_mask"].size(1)
     C = batch["completion_mask"].size(1)
-    prompt = min(P, _rounded_up(max(1, longest_prompt), multiple))
-    completion = min(C, _rounded_up(max(1, longest_completion), multiple))
+    prompt_width = min(P, _rounded_up(longest_prompt, multiple))
+    completion_width = min(C, _rounded_up(longest_completion, multiple))
     trimmed = {}
     for name, value in batch.items():
         if name.startswith("prompt_"):
-            trimmed[name] = value[:, P - prompt :]
+            value = value[:, P - prompt_width :]
         elif value.ndim > 1 and value.size(1) == C:
-            trimmed[name] = value[:, :completion]
-        else:
-            trimmed[name] = value
+            value = value[:, :completion_width]
+        trimmed[name] = value
     return trimmed
 
 
 def _rounded_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+    """Returns the next multiple, at least one: 5 tokens become 8 with the multiple 4, and 0 become
+    4."""
+    multiples = math.ceil(length / multiple)
+    return max(1, multiples) * multiple
 
 
 def without_padding(
@@ -330,15 +343,14 @@ def without_padding(
             forward, input_ids[part], attention_mask[part], logits_to_keep, multiple
         )
         scored.append(scores)
-    of_parts, entropies_of_parts, losses = zip(*scored)
-    logprobs = torch.cat(of_parts)
-    entropies = None
-    if entropies_of_parts[0] is not None:
-        entropies = torch.cat(entropies_of_parts)
-    loss = None
+    logprobs, entropies, losses = zip(*scored)
+    all_entropies = None
+    if entropies[0] is not None:
+        all_entropies = torch.cat(entropies)
+    mean_loss = None
     if losses[0] is not None:
-        loss = torch.stack(losses).mean()
-    return logprobs, entropies, loss
+        mean_loss = torch.stack(losses).mean()
+    return torch.cat(logprobs), all_entropies, mean_loss
 
 
 def _forward_without_padding(
@@ -348,30 +360,38 @@ def _forward_without_padding(
     logits_to_keep: int,
     multiple: int,
 ) -> Scores:
-    """Moves prompt and completion together to the left, and the scores back to their columns. With
-    P = 3 and C = 2, `_ pp|c_` becomes `ppc`."""
-    prompt_width = input_ids.size(1) - logits_to_keep
-    prompts = attention_mask[:, :prompt_width].sum(1)  # (B,) tokens
-    lengths = attention_mask.sum(1)
+    """Moves prompt and completion together to the left, and the scores back to their columns.
+
+    With P = 3 and C = 2, two rollouts become rows of 4, of which the last 3 columns are scored
+    (`s` is the score of a `c`):
+
+        input_ids    rows       scores     in their columns
+        _ _ p|c _    p c _ _      s . .    s 0
+        _ p p|c c    p p c c      . s s    s s
+    """
+    total_width = input_ids.size(1)
+    prompt_width = total_width - logits_to_keep
+    prompts = attention_mask[:, :prompt_width].sum(1, keepdim=True)  # (B, 1) tokens
+    lengths = attention_mask.sum(1, keepdim=True)
     # one wait for the device
-    extremes = torch.stack([prompts.min(), lengths.min(), lengths.max()])
-    shortest_prompt, shortest, longest = extremes.tolist()
-    if shortest_prompt == prompt_width and shortest == input_ids.size(1):
+    shortest_and_longest = [prompts.min(), lengths.min(), lengths.max()]
+    shortest_prompt, shortest, longest = torch.stack(shortest_and_longest).tolist()
+    if shortest_prompt == prompt_width and shortest == total_width:
         return forward(input_ids, attention_mask, logits_to_keep)  # there is no padding
     width = max(longest, shortest_prompt + 1)  # at least one column is scored
     width = _rounded_up(width, multiple)
     columns = torch.arange(width, device=input_ids.device)
-    mask = columns < lengths[:, None]
-    source = columns + (prompt_width - prompts)[:, None]
-    source = source.clamp(max=input_ids.size(1) - 1)
+    mask = columns < lengths
+    source = columns + prompt_width - prompts
+    source = source.clamp(max=total_width - 1)
+    rows = input_ids.gather(1, source)
+    mask = mask.to(attention_mask.dtype)
     scored_width = width - shortest_prompt
-    logprobs, entropies, loss = forward(
-        input_ids.gather(1, source), mask.to(attention_mask.dtype), scored_width
-    )
+    logprobs, entropies, loss = forward(rows, mask, scored_width)
 
     completions = torch.arange(logits_to_keep, device=input_ids.device)
-    scored = completions < (lengths - prompts)[:, None]
-    target = completions + (prompts - shortest_prompt)[:, None]
+    scored = completions < lengths - prompts
+    target = completions + prompts - shortest_prompt
     target = target.clamp(max=scored_width - 1)
 
     def in_its_columns(values: Tensor) -> Tensor:

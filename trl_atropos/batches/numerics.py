@@ -86,7 +86,9 @@ def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
     def in_float32() -> SimpleNamespace:
         weight = head().weight.float()
         bias = head().bias
-        return SimpleNamespace(weight=weight, bias=None if bias is None else bias.float())
+        if bias is not None:
+            bias = bias.float()
+        return SimpleNamespace(weight=weight, bias=bias)
 
     outputs = ("log_probs", "entropy")
     add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32=True, outputs=outputs)
@@ -96,7 +98,7 @@ def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
 def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str | None:
     """Returns why a model cannot be computed here as the server does, or `None` if it can."""
     config = model.config
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if not _is_hopper(device):
         return "without a Hopper GPU (H100, H200), for which vLLM's kernels were compared"
     if sharded:
         return "for a sharded trainer"
@@ -110,6 +112,13 @@ def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str 
     if model.dtype is not torch.bfloat16:
         return f"for weights in {model.dtype}, only with `dtype: bfloat16`"
     return None
+
+
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(device)
+    return major == 9
 
 
 # ---------------------------------------------------------------------------- the server's kernels
@@ -168,7 +177,8 @@ class Kernels:
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        torch.ops._C.silu_and_mul(out, torch.cat([gate, up], dim=-1))
+        both = torch.cat([gate, up], dim=-1)
+        torch.ops._C.silu_and_mul(out, both)
         return out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pages: "Pages") -> Tensor:
@@ -228,7 +238,8 @@ class Pages:
         if "rollout_lengths" in rollouts:
             self.lengths = rollouts["rollout_lengths"][0]
             self.longest = int(self.lengths.max())
-            self.borders = pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            ends = self.lengths.cumsum(0, dtype=torch.int32)
+            self.borders = pad(ends, (1, 0))
         else:
             self.borders = rollouts["cu_seq_lens_q"]
             self.longest = rollouts["max_length_q"]
@@ -239,9 +250,8 @@ class Pages:
         first_slot = first[rollout].long() * PAGE  # (T,)
         self.slots = first_slot + positions
         self.count = len(positions) // PAGE + len(self.lengths)
-        pages = torch.arange(
-            math.ceil(self.longest / PAGE), device=positions.device, dtype=torch.int32
-        )
+        most = math.ceil(self.longest / PAGE)
+        pages = torch.arange(most, device=positions.device, dtype=torch.int32)
         table = first[:, None] + pages
         self.table = table.clamp(max=self.count - 1)
 
@@ -366,7 +376,8 @@ class Exact:
                 state = checkpoint(self._layer, layer, state, positions, pages, use_reentrant=False)
             else:
                 state = self._layer(layer, state, positions, pages)
-        state = self._norm(self.backbone.norm, state).view(count, length, -1)
+        state = self._norm(self.backbone.norm, state)
+        state = state.view(count, length, -1)
         self._hidden = state.detach()
         return BaseModelOutputWithPast(last_hidden_state=state)
 
@@ -397,7 +408,8 @@ class Exact:
         query, key = self._rotate(positions, query, key)
         exact = self.kernels.attend(query.detach(), key.detach(), value.detach(), pages)
         batch = [states.transpose(0, 1)[None] for states in (query, key, value)]
-        ordinary, _ = attend(attention, *batch, None, scaling=attention.scaling, **pages.rollouts)
+        scaling = attention.scaling
+        ordinary, _ = attend(attention, *batch, None, scaling=scaling, **pages.rollouts)
         x = replaced(ordinary[0], exact)
         return self._linear(attention.o_proj, x.flatten(1))
 
@@ -410,10 +422,13 @@ class Exact:
         return replaced(ordinary, exact)
 
     def _rotate(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.kernels.angles[positions].chunk(2, dim=-1)  # (T, head_dim / 2) each
-        ordinary = apply_rotary_pos_emb(query, key, cosines.repeat(1, 2), sines.repeat(1, 2))
-        exact = self.kernels.rotate(positions, query.detach(), key.detach())
-        return replaced(ordinary[0], exact[0]), replaced(ordinary[1], exact[1])
+        angles = self.kernels.angles[positions]
+        cosines, sines = angles.chunk(2, dim=-1)  # (T, head_dim / 2) each
+        cosines = cosines.repeat(1, 2)
+        sines = sines.repeat(1, 2)
+        ordinary_query, ordinary_key = apply_rotary_pos_emb(query, key, cosines, sines)
+        exact_query, exact_key = self.kernels.rotate(positions, query.detach(), key.detach())
+        return replaced(ordinary_query, exact_query), replaced(ordinary_key, exact_key)
 
     @torch.no_grad()
     def _logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -426,7 +441,8 @@ class Exact:
         """
         head = self.model.get_output_embeddings()
         logprobs = []
-        for states, next_tokens in zip(hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE)):
+        pieces = zip(hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE))
+        for states, next_tokens in pieces:
             logits = self.kernels.linear(states, head.weight, head.bias)
             logprobs.append(self.kernels.logprobs(logits, next_tokens))
         return torch.cat(logprobs)
@@ -488,12 +504,16 @@ class Row:
         next_ids = self.ids[:, 1:, None]
         return logprobs.gather(-1, next_ids)[..., 0]
 
-    def allowed(self, logits: Tensor) -> float:
-        """Returns the nats that log-probabilities may differ by in the mean, if these logits were
-        rounded to the row's dtype."""
+    def difference(self, logprobs: Tensor, logits: Tensor) -> float | None:
+        """Returns by how many nats `logprobs`, (1, T - 1), differ in the mean from those of
+        `logits`. `None` stands for a difference that rounding to the row's dtype explains."""
+        difference = logprobs.float() - self.logprobs(logits)
+        mean = difference.abs().mean().item()
         largest = logits.abs().amax(-1).mean().item()
         rounding = torch.finfo(self.dtype).eps * largest
-        return max(APART, rounding)
+        if mean <= max(APART, rounding):  # false for NaN
+            return None
+        return mean
 
 
 def check_head(model: torch.nn.Module, row: Row) -> None:
@@ -503,8 +523,8 @@ def check_head(model: torch.nn.Module, row: Row) -> None:
     if not logits.isfinite().all():  # damaged weights: the first step's gradient says so
         return
     fused = row.outputs(model, labels=row.ids, fused_lm_head=True).log_probs
-    difference = (fused.float() - row.logprobs(logits)).abs().mean().item()
-    if difference <= row.allowed(logits):  # false for NaN
+    difference = row.difference(fused, logits)
+    if difference is None:
         return
     family = model.config.get_text_config().model_type
     raise RecipeError(
@@ -521,8 +541,5 @@ def noise_left(model: torch.nn.Module, row: Row) -> float | None:
     """Returns by how many nats in the mean a model computes something else in training mode than in
     evaluation mode, which the server samples from. `None` stands for rounding."""
     logits = row.logits(model)
-    trained = row.logprobs(row.logits(model, training=True))
-    difference = (trained - row.logprobs(logits)).abs().mean().item()
-    if difference <= row.allowed(logits):
-        return None
-    return difference
+    in_training = row.logits(model, training=True)
+    return row.difference(row.logprobs(in_training), logits)

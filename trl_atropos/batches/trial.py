@@ -84,7 +84,7 @@ def why_padded(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> st
             rollout, *_ = _tokens(policy, row_format, TRIED)
             _own_logprobs(model, rollout)
         lengths = _lengths_beyond_windows(calls)
-        sequences = _tokens(policy, row_format, [*lengths, *lengths])
+        sequences = _tokens(policy, row_format, 2 * lengths)
         reason = None
         if row_format.attention == ATTENTION:
             reason = _why_not_rebuilt(calls)
@@ -103,7 +103,8 @@ def why_unshared(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> 
     if they can."""
     if row_format.attention != ATTENTION:
         return f"its attention is computed by `{row_format.attention}`"
-    prompt, *completions = _tokens(policy, row_format, [SHARED_PROMPT, *TRIED, *TRIED])
+    lengths = [SHARED_PROMPT, *TRIED, *TRIED]
+    prompt, *completions = _tokens(policy, row_format, lengths)
     rollouts = [torch.cat([prompt, completion]) for completion in completions]
     sharing = row_format._replace(shares=True)
     try:
@@ -161,9 +162,9 @@ def own_attention(policy: PreTrainedModel, row_format: RowFormat) -> Iterator[st
 def watched_attention(name: str) -> Iterator[list[Call]]:
     """Collects the calls of the attention registered as `name`. All of them have a mask, which
     Transformers otherwise leaves out of short rows."""
-    calls: list[Call] = []
-    windows: dict[int, int | None] = {}  # of the masks, by their address
-    masks: list[Tensor] = []  # kept, so that no other mask gets the address of one
+    calls = []
+    windows = {}  # of the masks, by their address
+    masks = []  # kept, so that no other mask gets the address of one
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -198,11 +199,12 @@ def watched_attention(name: str) -> Iterator[list[Call]]:
 def _lengths_beyond_windows(calls: Sequence[Call]) -> list[int]:
     """Returns `TRIED`, with the longest rollout longer than the windows that layers pass, up to
     `WIDEST_TRIED`: a window of 64 tokens makes 24 tokens 72."""
-    longest = max(TRIED)
+    lengths = list(TRIED)
+    longest = lengths.index(max(lengths))
     for call in calls:
         if call.passed and call.passed <= WIDEST_TRIED:
-            longest = max(longest, call.passed + 8)
-    return [longest if length == max(TRIED) else length for length in TRIED]
+            lengths[longest] = max(lengths[longest], call.passed + 8)
+    return lengths
 
 
 def _why_not_rebuilt(calls: Sequence[Call]) -> str | None:
@@ -223,10 +225,10 @@ def _why_not_rebuilt(calls: Sequence[Call]) -> str | None:
 def _why_not_known(config: PreTrainedConfig, calls: Sequence[Call]) -> str | None:
     """Returns a reason that a few short rollouts may not show: they show too little of it, or
     nothing yet."""
-    number = config.num_hidden_layers
-    if calls and len(calls) < number:
-        others = number - len(calls)
-        return f"{others} of its {number} layers mix tokens by other means than attention"
+    layers = config.num_hidden_layers
+    others = layers - len(calls)
+    if calls and others > 0:
+        return f"{others} of its {layers} layers mix tokens by other means than attention"
     if getattr(config, "attn_temperature_tuning", None):  # Llama 4's, from thousands of tokens on
         return "it scales attention by a token's place in the row"
     return None
@@ -238,10 +240,12 @@ def _why_not_known(config: PreTrainedConfig, calls: Sequence[Call]) -> str | Non
 def _tokens(
     policy: PreTrainedModel, row_format: RowFormat, lengths: Sequence[int]
 ) -> Sequence[Tensor]:
-    """Returns sequences of these lengths, whose tokens are all different."""
-    vocabulary = policy.config.get_text_config().vocab_size - 1
-    numbers = torch.arange(1, 1 + sum(lengths), device=row_format.device)
-    ids = numbers * STRIDE % vocabulary
+    """Returns sequences of these lengths, whose tokens are all different. The lengths 2 and 1 with
+    10,000 tokens in the vocabulary give [7919, 5839] and [3759]."""
+    config = policy.config.get_text_config()
+    count = sum(lengths)
+    numbers = torch.arange(1, 1 + count, device=row_format.device)
+    ids = numbers * STRIDE % (config.vocab_size - 1)
     return ids.split(list(lengths))
 
 
@@ -274,13 +278,12 @@ def _why_not_alike(
         for unchanged in range(number):
             if unchanged != changed:
                 leaks.append(again[unchanged] - together[unchanged])
-    differences = []
-    for packed, own in zip(together, alone, strict=True):
-        differences.append(packed - own)
+    alone_logprobs = torch.cat(alone)
+    differences = torch.cat(together) - alone_logprobs
     size = 2 if _rounds_to_tf32(row_format) else row_format.dtype.itemsize
     may_leak = LEAK_OF_EXPERTS[size] if has_experts(policy) else LEAK
-    spread = min(1.0, torch.cat(alone).std().item())
-    if not _are_within(may_leak, leaks, spread):
+    spread = min(1.0, alone_logprobs.std().item())
+    if not _are_within(may_leak, torch.cat(leaks), spread):
         return "its layers carry something from one rollout of a row to another"
     if not _are_within(ALONE[size], differences, spread):
         return "a rollout in a row of several is not computed as it is alone"
@@ -291,40 +294,44 @@ def _rounds_to_tf32(row_format: RowFormat) -> bool:
     return row_format.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
-def _are_within(bound: Bound, differences: Sequence[Tensor], spread: float) -> bool:
+def _are_within(bound: Bound, differences: Tensor, spread: float) -> bool:
     """Returns whether the differences keep to the bound, which is scaled by `spread`. NaN does
     not."""
-    size = torch.cat(list(differences)).abs()
-    most = size.max().item()
-    mean = size.mean().item()
+    sizes = differences.abs()
+    most = sizes.max().item()
+    mean = sizes.mean().item()
     return most <= spread * bound.most and mean <= spread * bound.mean
 
 
 def _own_logprobs(model: Any, rollout: Tensor, prompt: int = 1) -> Tensor:
     """Returns `_logprobs` of a completion, (C, 2), by the model's own forward pass."""
-    with torch.compiler.set_stance("force_eager"):
-        logits = model(input_ids=rollout[None], use_cache=False).logits[0]
+    logits = _logits(model, input_ids=rollout[None])
     places = torch.arange(prompt, len(rollout), device=rollout.device)
     return _logprobs(logits, rollout, places)
 
 
 def _packed_logprobs(
     model: Any, row_format: RowFormat, rollouts: Sequence[Tensor], prompt: int
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Returns the same of each rollout of a row."""
     count = len(rollouts)
     completions = [len(rollout) - prompt for rollout in rollouts]
-    width = max(completions)
     prompts = [prompt] * count
-    prompt_numbers = [0] * count  # all have the same prompt, if prompts are shared at all
-    layout = Layout.of(prompts, completions, prompt, width, row_format, prompt_numbers)
-    ids = torch.nn.utils.rnn.pad_sequence(list(rollouts), batch_first=True)
-    row = ids.flatten()[layout.tokens]  # (1, T)
-    with torch.compiler.set_stance("force_eager"):
-        logits = model(input_ids=row, **layout.inputs, use_cache=False).logits[0]
+    alike = [0] * count  # all have the same prompt, if prompts are shared at all
+    layout = Layout.of(prompts, completions, prompt, max(completions), row_format, alike)
+    padded = torch.nn.utils.rnn.pad_sequence(list(rollouts), batch_first=True)
+    row = padded.flatten()[layout.tokens]  # (1, T)
+    logits = _logits(model, input_ids=row, **layout.inputs)
     logprobs = _logprobs(logits, row[0], layout.predicts + 1)  # (N, 2)
-    columns = layout.in_columns(logprobs, count, width)  # (B, C, 2)
-    return [values[:length] for values, length in zip(columns, completions, strict=True)]
+    in_batch_order = logprobs[layout.columns.argsort()]
+    return in_batch_order.split(completions)
+
+
+def _logits(model: Any, **inputs: Any) -> Tensor:
+    """Returns the logits of a row, (T, V)."""
+    with torch.compiler.set_stance("force_eager"):
+        output = model(**inputs, use_cache=False)
+    return output.logits[0]
 
 
 def _logprobs(logits: Tensor, ids: Tensor, places: Tensor) -> Tensor:

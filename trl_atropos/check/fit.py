@@ -66,17 +66,18 @@ class Estimate:
         served = self.servers * self.server.total
         if on_cpu or not self.case.training.vllm_enable_sleep_mode:
             return trainer + served
-        while_training = trainer + self.servers * self.server.items["runtime"]
+        runtimes = self.servers * self.server.items["runtime"]
+        while_training = trainer + runtimes
         while_sampling = self.trainer.resting + served
         return max(while_training, while_sampling)
 
     @property
     def host(self) -> int:
         """Bytes of host memory that one machine needs. 0 on the CPU, where `total` includes it."""
-        needed = self.plan.local * sum(self.trainer.host.values())
+        needed = self.plan.local * self.trainer.host_total
         if self.server is not None:
             servers = len(self.case.training.vllm_server_urls)
-            needed += servers * sum(self.server.host.values())
+            needed += servers * self.server.host_total
         return needed
 
     @property
@@ -111,7 +112,8 @@ class Estimate:
                 setattr(training, name, value)
         recipe = replace(self.case.recipe, training=training, model=model)
         adapter = get_peft_config(model)
-        return estimate(replace(self.case, recipe=recipe, flags=flags, peft_config=adapter))
+        case = replace(self.case, recipe=recipe, flags=flags, peft_config=adapter)
+        return estimate(case)
 
     def table(self) -> list[str]:
         """Returns lines with the items of each process, and below them the sums."""
@@ -171,8 +173,9 @@ def findings(fit: Estimate) -> Iterator[Finding]:
     """Yields a finding if the server has no room for its KV cache, and one if the run, with that
     room, does not fit."""
     run = "The run"
-    if fit.server is not None and fit.cache < smallest_cache(fit.case):
-        settings = _cache_of(fit, smallest_cache(fit.case))
+    smallest = smallest_cache(fit.case)
+    if fit.server is not None and fit.cache < smallest:
+        settings = _cache_of(fit, smallest)
         [(flag, value)] = settings.items()
         if flag == "--gpu-memory-utilization" and float(value) >= 1:
             fix = (
@@ -195,7 +198,8 @@ def _cache_finding(fit: Estimate, fix: str) -> Finding:
         f"The server has {_gib(fit.cache)} GiB left for its KV cache, but one rollout of "
         f"`--max-model-len` ({fit.case.max_model_len}) tokens takes {_gib(smallest)}"
     )
-    seen = f"{_gib(fit.server.total)} of {_gib(fit.plan.total)} GiB for the server"
+    granted = _gib(fit.server.total)
+    seen = f"{granted} of {_gib(fit.plan.total)} GiB for the server"
     return Finding(what, seen, fix, "kv-cache")
 
 
@@ -217,8 +221,12 @@ def _memory_finding(fit: Estimate, run: str) -> Finding:
         available = _gib(plan.host)
         missing.append(f"takes {needed} GiB of host memory, but the machine has {available}")
         seen.append(f"{needed} of {available} GiB of host memory")
-    what = f"{run} {', and '.join(missing)}"
-    return Finding(what, ", ".join(seen), _advice(fit), "memory")
+    return Finding(
+        what=f"{run} {', and '.join(missing)}",
+        seen=", ".join(seen),
+        fix=_advice(fit),
+        code="memory",
+    )
 
 
 # --------------------------------------------------------------------------------------- the advice
@@ -319,7 +327,9 @@ def _cache_of(fit: Estimate, size: int) -> dict[str, str]:
     needed = fit.server.total - fit.cache + size
     percent = 100 * needed / fit.plan.total
     # The flag has two digits: a smaller cache may be smaller still, a larger one larger still.
-    rounded = math.floor(percent) if size < fit.cache else math.ceil(percent)
+    rounded = math.ceil(percent)
+    if size < fit.cache:
+        rounded = math.floor(percent)
     return {"--gpu-memory-utilization": f"{rounded / 100:.2f}"}
 
 
@@ -329,8 +339,8 @@ def _described(fit: Estimate, changes: list[Settings]) -> str:
     texts = []
     for settings in changes:
         changed = fit.changed(settings)
-        effect = _effect(fit, changed)
-        texts.append(f"{_written(settings, fit.case)} ({effect})")
+        written = _written(settings, fit.case)
+        texts.append(f"{written} ({_effect(fit, changed)})")
         fit = changed
     takes = "takes" if fit.fits else "still takes"
     needed = _gib(fit.total)
@@ -344,25 +354,22 @@ def _written(settings: Settings, case: Case) -> str:
     texts = []
     for name, value in settings.items():
         if not name.startswith("--"):
-            texts.append(f"`{name}: {str(value).lower()}`")
-        elif case.plan.device == "cpu":
-            # The variable would come first.
-            texts.append(f"`{name} {value}` in `vllm_args` and no `VLLM_CPU_KVCACHE_SPACE`")
+            text = f"`{name}: {str(value).lower()}`"
         else:
-            texts.append(f"`{name} {value}` in `vllm_args`")
+            text = f"`{name} {value}` in `vllm_args`"
+            if case.plan.device == "cpu":  # the variable would come first
+                text += " and no `VLLM_CPU_KVCACHE_SPACE`"
+        texts.append(text)
     return " and ".join(texts)
 
 
 def _effect(fit: Estimate, changed: Estimate) -> str:
-    device = changed.total - fit.total
-    host = changed.host - fit.host
-    effects = []
-    if device < 0:
-        effects.append(f"saves {_gib(-device)}")
-    if host < 0:
-        effects.append(f"saves {_gib(-host)} of host memory")
-    if device > 0:
-        effects.append(f"takes {_gib(device)}")
-    if host > 0:
-        effects.append(f"takes {_gib(host)} of host memory")
-    return ", ".join(effects)
+    changes = {"": changed.total - fit.total, " of host memory": changed.host - fit.host}
+    saved = []
+    taken = []
+    for kind, size in changes.items():
+        if size < 0:
+            saved.append(f"saves {_gib(-size)}{kind}")
+        elif size > 0:
+            taken.append(f"takes {_gib(size)}{kind}")
+    return ", ".join(saved + taken)

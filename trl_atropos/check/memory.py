@@ -73,6 +73,10 @@ class Process:
         return sum(self.items.values())
 
     @property
+    def host_total(self) -> int:
+        return sum(self.host.values())
+
+    @property
     def resting(self) -> int:
         """Bytes on the device that are left when a step is over."""
         left = self.total
@@ -191,11 +195,12 @@ def _constant_items(case: Case, sizes: "Sizes", exact: bool) -> tuple[Items, Ite
 
 def _optimizer_items(case: Case, sizes: "Sizes", exact: bool) -> Items:
     plan = case.plan
+    optim = case.training.optim
     # DeepSpeed has its own for 16-bit parameters (ZeRO, arXiv:1910.02054, section 3.1).
     of_deepspeed = plan.sharding.startswith("zero") and case.dtype.itemsize == 2
     has_masters = exact or of_deepspeed
     masters = 4 * sizes.values if has_masters else 0
-    state = state_bytes(case.training.optim, sizes.trained, has_masters, sizes.embeddings)
+    state = state_bytes(optim, sizes.trained, has_masters, sizes.embeddings)
     return {
         "master weights": masters // plan.shards,
         "optimizer state": state // plan.shards,
@@ -370,10 +375,10 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
     Rollouts differ in length, so there is an attention mask, unless attention takes more without.
     """
     ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
-    mask = {}
+    inputs = {"input_ids": ids, "use_cache": False}
     if not case.plain_attention:
-        mask["attention_mask"] = torch.ones_like(ids)
-    output = model.base_model(input_ids=ids, **mask, use_cache=False)
+        inputs["attention_mask"] = torch.ones_like(ids)
+    output = model.base_model(**inputs)
     hidden = output[0]
     weight = model.get_output_embeddings().weight
     loss = hidden.sum() + weight.sum()
@@ -381,9 +386,10 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
     torch.empty(head, dtype=torch.uint8)  # is gone before the body's backward
     # one more forward, for logits over the whole vocabulary
     if case.training.distillation_coef > 0:
-        output = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False)
+        output = model(**inputs, logits_to_keep=case.length)
         logits = output.logits[:, :-1]
-        logprobs = logits.gather(-1, ids[:, :-1, None])
+        next_ids = ids[:, :-1, None]
+        logprobs = logits.gather(-1, next_ids)
         loss = loss + logprobs.float().sum()
     return loss
 
@@ -398,12 +404,14 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     dtype = case.autocast or hidden.dtype
     on_gpu = case.plan.device == "cuda"
     rollouts, length, width = hidden.shape
+    vocabulary, _ = weight.shape
+    most_tokens, most_entries = TILE
     tokens = rollouts * (length - 1)
-    entries = min(weight.shape[0], TILE[1])
+    entries = min(vocabulary, most_entries)
     tile_weights = entries * width
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
-    tile_width = TILE[1] if on_gpu else entries
-    tile = min(tokens, TILE[0]) * tile_width
+    tile_width = most_entries if on_gpu else entries
+    tile = min(tokens, most_tokens) * tile_width
 
     scratch = 0  # on a GPU, TRL's Triton kernel folds, and 16 bits are multiplied into float32
     if not on_gpu:
@@ -479,13 +487,15 @@ def _served_activations(case: Case) -> int:
     default_tokens, default_sequences = _default_batch(case.plan)
     tokens = case.whole("max-num-batched-tokens", default_tokens)
     sequences = case.whole("max-num-seqs", default_sequences)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    hidden = text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
     # In a layer's MLP: the hidden states and their sum, gate, up and their product.
-    width = 2 * text.hidden_size + 3 * inner
+    width = 2 * hidden + 3 * inner
     in_mlp = tokens * width * case.served_dtype.itemsize
     in_mlp //= case.whole("tensor-parallel-size", 1)
     # Sampling makes float32 of the logits, and their log-probabilities (vllm/v1/sample/sampler.py).
-    return in_mlp + 2 * 4 * sequences * text.vocab_size
+    in_sampling = 2 * 4 * sequences * text.vocab_size
+    return in_mlp + in_sampling
 
 
 def _default_batch(plan: Plan) -> tuple[int, int]:
@@ -540,10 +550,10 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     if elsewhere:
         what += " of this machine"
         level = WARNING
-    parts = f"{number} checkpoints of {checkpoint / GIB:.1f}"
+    parts = f"{number} checkpoints of {_gib(checkpoint)}"
     if restarts:
-        parts += f", {restarts / GIB:.1f} for the server's restarts"
-    seen = f"{needed / GIB:.1f} GiB ({parts}), free are {free / GIB:.1f}"
+        parts += f", {_gib(restarts)} for the server's restarts"
+    seen = f"{_gib(needed)} GiB ({parts}), free are {_gib(free)}"
     fix = (
         "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer "
         "(`save_only_model`), or set `output_dir` to a larger disk."
@@ -551,13 +561,17 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     yield Finding(what, seen, fix, "disk", level)
 
 
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
 def _saved_state(case: Case, sizes: Sizes) -> int:
     """Returns the bytes of the optimizer's state in a checkpoint, masters included."""
     args = case.training
-    of_model = case.peft_config is None and (
-        args.master_weights or case.plan.sharding.startswith("zero")
-    )
-    has_masters = case.dtype in HALF and (case.trains_with_masters or of_model)
+    has_masters = case.trains_with_masters
+    if case.peft_config is None:
+        has_masters |= args.master_weights or case.plan.sharding.startswith("zero")
+    has_masters &= case.dtype in HALF
     state = state_bytes(args.optim, sizes.trained, has_masters, sizes.embeddings)
     if has_masters:
         state += 4 * sizes.values

@@ -75,8 +75,8 @@ def complete_card(
     if commands:
         parts.append("### Environments")
     for name, command in commands.items():
-        one_line = " ".join(command.split())
-        parts.append(f"`{name}`:\n\n```bash\n{portable(one_line)}\n```")
+        one_line = portable(" ".join(command.split()))
+        parts.append(f"`{name}`:\n\n```bash\n{one_line}\n```")
     parts += ["### Settings", _settings(args, base, adapters)]
     lines = [f"{name}: {version}" for name, version in versions().items()]
     parts += ["### Versions", _bullets(lines)]
@@ -85,7 +85,8 @@ def complete_card(
     text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
     text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
     above, heading, below = text.partition(CITATIONS)
-    card.text = "\n\n".join([above.rstrip("\n"), *parts, heading + below])
+    sections = [above.rstrip("\n"), *parts, heading + below]
+    card.text = "\n\n".join(sections)
     card.save(folder / "README.md")
 
 
@@ -95,7 +96,8 @@ def _origin(args: AtroposGRPOConfig, state: TrainerState) -> str:
         source = "recorded rollouts"
     run = portable(args.run_name or Path(args.output_dir).name)
     steps = f"{state.global_step} of {args.max_steps} steps"
-    return f"Trained on {source}, run `{run}`, {steps}, {datetime.now(UTC):%Y-%m-%d}."
+    today = datetime.now(UTC).date()
+    return f"Trained on {source}, run `{run}`, {steps}, {today}."
 
 
 def _bullets(lines: list[str]) -> str:

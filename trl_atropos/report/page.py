@@ -90,18 +90,19 @@ def build_parser() -> argparse.ArgumentParser:
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     """Returns the page of the run in `folder`, and one line about its content. Raises `ReportError`
     if there is no run."""
-    data, chunks = _collect(read_run(folder), max_rollouts)
+    run = read_run(folder)
+    data, chunks = _collect(run, max_rollouts)
     blocks = [_block("data", data)]
     for number, chunk in enumerate(chunks):
         blocks.append(_block(f"chunk-{number}", chunk))
-    scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    scripts = [_file(name) for name in SCRIPTS]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
-        "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
+        "STYLE": _file("page.css"),
         "DATA": "\n".join(blocks),
         "SCRIPT": "\n".join(scripts),
     }
-    template = (HERE / "page.html").read_text(encoding="utf-8")
+    template = _file("page.html")
     # in one pass: a title may have braces
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], template)
     shown = len(data["rollouts"]["index"])
@@ -110,12 +111,16 @@ def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     return page, f"{data['steps']} steps, {warnings} warnings, {rollouts}."
 
 
+def _file(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
 def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the data of the page, and the chunks with the tokens of its rollouts."""
     rollouts, unreadable = rollouts_of(run)
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
-    chosen = rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)]
-    packed = pack(chosen, run.folder / "rollouts")
+    places = select(rollouts, max_rollouts, MAX_TOKENS)
+    packed = pack(rollouts.iloc[places], run.folder / "rollouts")
     texts, unreadable_tokenizer = token_texts(run.folder / "tokenizer.json", packed.token_ids)
     # A run of which we have no log has none of these.
     began = {"changed": [], "model": {}, "versions": {}, "devices": None, "ends": []} | run.began
@@ -150,7 +155,8 @@ def _block(name: str, content: Any) -> str:
     """Returns an element with JSON that the page unpacks. Base64 has no character that could end
     it."""
     # browsers know no NaN
-    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    text = json.dumps(content, default=str)
+    finite = json.loads(text, parse_constant=lambda name: None)
     text = json.dumps(finite, separators=(",", ":"))
     compressed = gzip.compress(text.encode(), 6, mtime=0)
     encoded = base64.b64encode(compressed).decode()
@@ -164,15 +170,20 @@ def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
     """Returns the mean score of each environment's rollouts by the step that took them, over at
     most `limit` points of neighbouring steps."""
     trained = rollouts[rollouts["first_step"] > 0]
-    size = math.ceil(max(trained["first_step"], default=1) / limit)  # steps of one point
+    steps = trained["first_step"]
+    size = math.ceil(max(steps, default=1) / limit)  # steps of one point
     # With a size of 10, steps 1 to 10 are the point 10, steps 11 to 20 the point 20.
-    last_steps = -(-trained["first_step"] // size) * size
+    last_steps = steps + -steps % size
     curves = []
-    for environment, its_rollouts in trained.groupby("environment"):
-        by_point = its_rollouts["score"].groupby(last_steps[its_rollouts.index])
+    for environment, scores in trained["score"].groupby(trained["environment"]):
+        by_point = scores.groupby(last_steps[scores.index])
         means = by_point.mean().round(6)
-        curve = {"steps": means.index.tolist(), "means": means.tolist()}
-        curves.append({"environment": environment} | curve)
+        curve = {
+            "environment": environment,
+            "steps": means.index.tolist(),
+            "means": means.tolist(),
+        }
+        curves.append(curve)
     return curves
 
 
@@ -191,7 +202,8 @@ def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.nda
         too_long = tokens[chosen].sum() / max_tokens
         excess = max(too_many, too_long)
         if excess <= 1 or count == 1:
-            return np.flatnonzero(np.isin(group, chosen))
+            is_chosen = np.isin(group, chosen)
+            return np.flatnonzero(is_chosen)
         fewer = min(count - 1, int(count / excess))
         count = max(1, fewer)
     return np.empty(0, np.int64)
@@ -290,18 +302,21 @@ def _fill_columns(
 ) -> None:
     own_advantages = _own_advantages(rollout)
     if own_advantages is not None:
-        trained = own_advantages[rollout.mask]
-        columns["advantage"][place] = float(trained.mean())
-    trained = rollout.logprobs[rollout.mask]
-    logprobs = trained[~np.isnan(trained)]
-    columns["logprob"].append(float(logprobs.mean()) if len(logprobs) else np.nan)
-    columns["trained_tokens"].append(int(rollout.mask.sum()))
+        trained_advantages = own_advantages[rollout.mask]
+        columns["advantage"][place] = float(trained_advantages.mean())
+    logprobs = rollout.logprobs[rollout.mask]
+    logprobs = logprobs[~np.isnan(logprobs)]
+    mean_logprob = np.nan
+    if len(logprobs):
+        mean_logprob = float(logprobs.mean())
     mean_gap = np.nan
     largest_gap = np.nan
     if gap is not None:
         sizes = np.abs(gap)
         mean_gap = float(np.nanmean(sizes))
         largest_gap = float(np.nanmax(sizes))
+    columns["logprob"].append(mean_logprob)
+    columns["trained_tokens"].append(int(rollout.mask.sum()))
     columns["gap"].append(mean_gap)
     columns["gap_max"].append(largest_gap)
     columns["last_token"].append(int(rollout.completion_ids[-1]))
@@ -317,7 +332,9 @@ def _own_advantages(rollout: Rollout) -> np.ndarray | None:
 def _stretches(mask: np.ndarray) -> list[int]:
     """Returns the lengths of trained and of masked stretches in turn: of the mask 1 1 0 0 1, they
     are 2, 2 and 1. A completion begins with a trained token."""
-    changes = np.diff(mask, prepend=~mask[:1], append=~mask[-1:])
+    before = ~mask[:1]
+    after = ~mask[-1:]
+    changes = np.diff(mask, prepend=before, append=after)
     begins = np.flatnonzero(changes)  # 0, 2, 4, and 5 for the end
     return np.diff(begins).tolist()
 
@@ -337,7 +354,11 @@ def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
 def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
     if values is None:
         return None
-    return [None if np.isnan(value) else round(float(value) * NATS) for value in values]
+    thousandths = []
+    for value in values.tolist():
+        is_known = not math.isnan(value)
+        thousandths.append(round(value * NATS) if is_known else None)
+    return thousandths
 
 
 def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
@@ -381,8 +402,9 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, 
         text = tokenizer.decode([number], skip_special_tokens=False)
         if SPACE in piece:
             text = piece.replace(SPACE, " ")  # a decoder would strip the first one
-        elif REPLACEMENT in text and all(character in alphabet for character in piece):
-            text = "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
+        elif REPLACEMENT in text and alphabet.keys() >= set(piece):
+            codes = [f"<0x{alphabet[character]:02X}>" for character in piece]
+            text = "".join(codes)
         texts[number] = text or piece
     return texts, []
 

@@ -7,7 +7,8 @@ may be gone. This module imports neither torch nor transformers.
 
 import json
 import math
-from collections.abc import Container
+from collections import defaultdict
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -137,8 +138,8 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
     run.began = record
     run.ended = None
     run.logs = {at: values for at, values in run.logs.items() if at <= step}
-    run.evaluations = [result for result in run.evaluations if result["step"] <= step]
-    run.warnings = [warning for warning in run.warnings if warning["step"] <= step]
+    run.evaluations = [record for record in run.evaluations if record["step"] <= step]
+    run.warnings = [record for record in run.warnings if record["step"] <= step]
     run.batches = [batch for batch in run.batches if batch.first_step <= step]
     for batch in run.batches:
         batch.last_step = min(batch.last_step, step)  # its remaining rollouts were dropped
@@ -150,24 +151,33 @@ def series(run: Run, limit: int) -> dict[str, Any]:
     If there are more than `limit` points, neighbours are joined: into their mean, or their largest
     value if the metric is a maximum.
     """
-    points: dict[str, list[tuple[int, float]]] = {}
-    for step, values in sorted(run.logs.items()):
-        for name, value in values.items():
+    steps = defaultdict(list)  # by metric
+    values = defaultdict(list)
+    for step, logged in sorted(run.logs.items()):
+        for name, value in logged.items():
             if name not in ("step", "epoch"):
-                points.setdefault(name, []).append((step, value))
-    joined = {}
-    for name in sorted(points):
-        size = math.ceil(len(points[name]) / limit)
+                steps[name].append(step)
+                values[name].append(value)
+    curves = {}
+    for name in sorted(steps):
         join = max if "max" in name else fmean
-        steps = []
-        values = []
-        for begin in range(0, len(points[name]), size):
-            bucket = points[name][begin : begin + size]
-            last_step, _ = bucket[-1]
-            steps.append(last_step)
-            values.append(join(value for _, value in bucket))
-        joined[name] = [steps, values]
-    return joined
+        curves[name] = _joined(steps[name], values[name], limit, join)
+    return curves
+
+
+def _joined(
+    steps: list[int], values: list[float], limit: int, join: Callable[[list[float]], float]
+) -> list[list]:
+    """Returns at most `limit` points. With a limit of 2, four values become two, at the second and
+    the fourth step."""
+    size = math.ceil(len(steps) / limit)
+    last_steps = []
+    joined_values = []
+    for begin in range(0, len(steps), size):
+        end = min(begin + size, len(steps))
+        last_steps.append(steps[end - 1])
+        joined_values.append(join(values[begin:end]))
+    return [last_steps, joined_values]
 
 
 # ------------------------------------------------------------------------------------- its rollouts
@@ -244,7 +254,9 @@ def _table(rollouts: list[Rollout], path: str) -> pd.DataFrame:
     for rollout in rollouts:
         for name in TAKEN_OVER:
             value = getattr(rollout, name)
-            columns[name].append(UNKNOWN if value is None else value)
+            if value is None:
+                value = UNKNOWN
+            columns[name].append(value)
     columns["prompt_tokens"] = [len(rollout.prompt_ids) for rollout in rollouts]
     columns["completion_tokens"] = [len(rollout.completion_ids) for rollout in rollouts]
     columns["environment"] = [_environment(rollout) for rollout in rollouts]
@@ -271,25 +283,23 @@ def _traced(
     indices = table["index"].to_numpy()
     sampled = table["policy_version"].to_numpy()
     if batches:
+        if run.whole:
+            fate[:] = Fate.PASSED_OVER
         end_of_last = max(end for _, end in batches[-1].spans)
-        earlier = Fate.PASSED_OVER if run.whole else Fate.UNKNOWN
-        fate[:] = np.where(indices >= end_of_last, Fate.WAITING, earlier)
+        fate[indices >= end_of_last] = Fate.WAITING
     for number, batch in enumerate(batches):
-        ranges = []
-        size = 0
-        for first_index, end_index in batch.spans:
-            first_place, end_place = np.searchsorted(indices, [first_index, end_index])
-            ranges.append(np.arange(first_place, end_place))
-            size += end_index - first_index
-        places = np.concatenate(ranges)
+        places = _places_of(batch, indices)
         is_over = batch.last_step <= run.steps
         fate[places] = Fate.TRAINED if is_over else Fate.IN_TRAINING
+        size = sum(end - first for first, end in batch.spans)
         if len(places) == size:
             batch_number[places] = number
         first_step[places] = batch.first_step
         last_step[places] = batch.last_step
-        for place in places[sampled[places] != UNKNOWN]:
-            header = headers[table["path"].iat[place]]
+        is_sampled = sampled[places] != UNKNOWN
+        for place in places[is_sampled]:
+            path = table["path"].iat[place]
+            header = headers[path]
             stale[place] = staleness(
                 sampled[place], header.policy_branches, header.version, batch.lineage, batch.version
             )
@@ -300,6 +310,16 @@ def _traced(
         "stale": stale,
         "fate": fate,
     }
+
+
+def _places_of(batch: Batch, indices: np.ndarray) -> np.ndarray:
+    """Returns the places in sorted `indices` of those that a batch has. Its span [3, 5] of the
+    indices 2, 3, 4 and 7 has the places 1 and 2."""
+    places = []
+    for span in batch.spans:
+        first, end = np.searchsorted(indices, span)
+        places.append(np.arange(first, end))
+    return np.concatenate(places)
 
 
 def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:

@@ -6,6 +6,7 @@ same curve and the same evaluations.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -32,7 +33,8 @@ def write_summary(
     """Writes `summary.json` into `output_dir`. Returns its content."""
     results = []
     for result in evaluations:
-        results.append({"name": result.name, "step": result.step, **result.metrics})
+        entry = {"name": result.name, "step": result.step}
+        results.append(entry | result.metrics)
     summary = {
         "steps": steps,
         "reward_first": _mean(log.rewards[:WINDOW]),
@@ -89,9 +91,9 @@ def evaluation_lines(evaluations: Sequence[Result]) -> list[str]:
 
     Both lines begin with the same measure: with the mean score, if any sample was graded.
     """
-    by_name: dict[str, list[Result]] = {}
+    by_name = defaultdict(list)
     for result in sorted(evaluations, key=attrgetter("step")):
-        by_name.setdefault(result.name, []).append(result)
+        by_name[result.name].append(result)
     lines = []
     for results in by_name.values():
         graded = any(result.graded for result in results)
@@ -148,7 +150,8 @@ def _sample_lines(
 ) -> list[str]:
     """Returns one line per rollout below a title. On a terminal, each is as wide as it, or less."""
     lines = [f"Sample completions {title} (prompt -> completion, reward):"]
-    room = (columns() or WIDTH_OF_FILE) - len("   ->   0.000")
+    width = columns() or WIDTH_OF_FILE
+    room = width - len("   ->   0.000")
     for rollout in rollouts:
         prompt = repr(decode(rollout.prompt_ids))
         prompt = cut(prompt, room // 2)

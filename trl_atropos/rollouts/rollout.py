@@ -120,21 +120,25 @@ def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     `normalised` by the standard deviation of each group (`"group"`), of the scores of all
     `rollouts` (`"batch"`), or not divided (`"none"`). Does not look at `token_advantages`."""
     scores = _values(rollouts, "score", np.float32)
-    means = _values(rollouts, "group_mean", np.float32)
     stds = None
     if scale_rewards == "group":
         stds = _values(rollouts, "group_std", np.float32)
     elif scale_rewards == "batch":
         std = _std(scores)
         stds = np.full(len(rollouts), std, np.float32)
-    raw = _values(rollouts, "raw_advantage", bool)
-    sft = _values(rollouts, "sft", bool)
-    zero = _values(rollouts, "zero_advantage", bool)
-    return normalised(scores, means, stds, raw, sft, zero)
+    return normalised(
+        scores,
+        means=_values(rollouts, "group_mean", np.float32),
+        stds=stds,
+        raw=_values(rollouts, "raw_advantage", bool),
+        sft=_values(rollouts, "sft", bool),
+        zero=_values(rollouts, "zero_advantage", bool),
+    )
 
 
 def _values(rollouts: Sequence[Rollout], name: str, dtype: type) -> np.ndarray:
-    return np.array([getattr(rollout, name) for rollout in rollouts], dtype)
+    values = [getattr(rollout, name) for rollout in rollouts]
+    return np.array(values, dtype)
 
 
 def _std(scores: np.ndarray) -> float:
@@ -195,9 +199,12 @@ def staleness(
             break
         common += 1
     shared_version = min(sampled_version, current_version)
-    for _, began in (*pulled_branches[common:], *run_branches[common:]):
+    differing = [*pulled_branches[common:], *run_branches[common:]]
+    for _, began in differing:
         shared_version = min(shared_version, began)
-    return (sampled_version - shared_version) + (current_version - shared_version)
+    back = sampled_version - shared_version
+    forth = current_version - shared_version
+    return back + forth
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -231,35 +238,32 @@ COLUMNS: dict[str, pa.DataType] = {
 def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """Returns a table of one row per rollout. `arrived` is the column `pulled_at`, in
     microseconds."""
-    columns = {}
-    for name in COLUMNS:
-        values = [getattr(rollout, name) for rollout in rollouts]
-        columns[name] = [_for_arrow(value) for value in values]
-    columns["pulled_at"] = [int(rollout.arrived * 1e6) for rollout in rollouts]
+    columns = {name: [] for name in [*COLUMNS, "pulled_at"]}
+    for rollout in rollouts:
+        for name in COLUMNS:
+            value = getattr(rollout, name)
+            if isinstance(value, np.ndarray) and value.ndim == 2:
+                value = list(value)  # as Arrow takes it
+            columns[name].append(value)
+        columns["pulled_at"].append(int(rollout.arrived * 1e6))
     pulled_at = pa.timestamp("us", tz="UTC")
     schema = pa.schema(COLUMNS | {"pulled_at": pulled_at})
     return pa.table(columns, schema=schema)
-
-
-def _for_arrow(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.ndim == 2:
-        return list(value)
-    return value
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
     """Returns the rollouts of a table that `to_table` made. Their arrays are read-only views of the
     table's memory. Raises `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a
     column is missing or has other values."""
-    columns: dict[str, list] = {}
+    columns = {}
     for name, kind in COLUMNS.items():
         column = table.column(name).cast(kind)
         if pa.types.is_large_list(kind):
             columns[name] = [_array(entry) for entry in column.combine_chunks()]
         else:
             columns[name] = column.to_pylist()
-    microseconds = table.column("pulled_at").cast(pa.int64())
-    columns["arrived"] = [time / 1e6 for time in microseconds.to_pylist()]
+    pulled_at = table.column("pulled_at").cast(pa.int64())
+    columns["arrived"] = [microseconds / 1e6 for microseconds in pulled_at.to_pylist()]
     rollouts = []
     for values in zip(*columns.values(), strict=True):
         fields = dict(zip(columns, values))
@@ -272,7 +276,8 @@ def _array(entry: pa.LargeListScalar) -> np.ndarray | None:
         return None
     values = entry.values
     if pa.types.is_large_list(values.type):  # as many values for each token
-        return values.flatten().to_numpy().reshape(len(values), -1)
+        flat = values.flatten().to_numpy()
+        return flat.reshape(len(values), -1)
     return values.to_numpy(zero_copy_only=False)
 
 

@@ -147,7 +147,7 @@ UNREADABLE = "unreadable"
 def decode_reply(body: bytes) -> BatchReply:
     """Returns the groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be
     read costs no other. Raises `ValueError` if the body is not the JSON of such a reply."""
-    groups: list[ScoredGroup | RejectedGroup] = []
+    groups = []
     if body.startswith(HEAD) and body.endswith(TAIL):
         # Reading group by group takes much less memory.
         groups = _read_piecewise(body)
@@ -259,7 +259,8 @@ def _explained(sent: Any, error: str) -> str:
     msgspec's "Expected `int`, got `bool` - at `$.tokens[0][1]`"."""
     expected, _, path = error.partition(" - at `$")
     value = sent
-    for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)  # ("tokens", ""), ("", "0"), ("", "1")
+    for field, index in steps:
         value = value[field or int(index)]
     place = path[1:-1] or "the group"
     reason = expected[:1].lower() + expected[1:]
@@ -276,12 +277,16 @@ def _checked(group: Group) -> ScoredGroup:
         raise RejectedGroup("tokens is empty: a group has at least 1 rollout")
     tokens = [np.fromiter(ids, np.int32, len(ids)) for ids in group.tokens]
     distill_ids, distill_logprobs = _teachers(group, tokens)
-    masks = _sized("masks", group.masks, size)
-    trained = [_trained(i, masks[i], tokens[i]) for i in range(size)]
-    scores = _finite("scores", _sized("scores", group.scores, size))
+    _require_size("masks", group.masks, size)
+    trained = []
+    for i, mask in enumerate(group.masks):
+        trained.append(_trained(i, mask, tokens[i]))
+    _require_size("scores", group.scores, size)
+    scores = _finite("scores", group.scores)
     logprobs = _per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs)
     advantages = _per_token("advantages", group.advantages, tokens, _finite)
-    overrides = _sized("overrides", group.overrides or [None] * size, size)
+    overrides = group.overrides or [None] * size
+    _require_size("overrides", overrides, size)
     return ScoredGroup(
         tokens=tokens,
         trained=trained,
@@ -299,17 +304,16 @@ def _checked(group: Group) -> ScoredGroup:
     )
 
 
-def _sized(name: str, entries: Sequence, size: int, of: str = "rollouts") -> Sequence:
-    """Returns the entries. Raises `RejectedGroup` if they are not `size` many."""
+def _require_size(name: str, entries: Sequence, size: int, of: str = "rollouts") -> None:
+    """Raises `RejectedGroup` if there are not `size` entries."""
     if len(entries) != size:
         raise RejectedGroup(f"{name} has {len(entries)} entries for {size} {of}")
-    return entries
 
 
 def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     """Returns the tokens of rollout `i` that the mask marks, `(length,)` bool. An entry is -100, or
     the token itself: `[-100, 5, 6]` marks the last two of `[4, 5, 6]`."""
-    _sized(f"masks[{i}]", mask, len(tokens), "tokens")
+    _require_size(f"masks[{i}]", mask, len(tokens), "tokens")
     try:
         entries = np.fromiter(mask, np.int32, len(mask))
     except OverflowError:
@@ -318,9 +322,10 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     good = (entries == tokens) | ~trained
     if not good.all():
         wrong = int(np.argmin(good))
+        seen = short(mask[wrong])
+        token = tokens[wrong]
         raise RejectedGroup(
-            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id "
-            f"{tokens[wrong]}"
+            f"masks[{i}][{wrong}] is {seen}, neither {MASKED} nor the token id {token}"
         )
     return trained
 
@@ -334,14 +339,14 @@ def _per_token(
     """Returns the checked values of each rollout, None if it has none."""
     if not value:
         return [None] * len(tokens)
-    _sized(name, value, len(tokens))
+    _require_size(name, value, len(tokens))
     checked = []
     for i, entries in enumerate(value):
         if not entries:
             checked.append(None)
             continue
         name_of_entry = f"{name}[{i}]"
-        _sized(name_of_entry, entries, len(tokens[i]), "tokens")
+        _require_size(name_of_entry, entries, len(tokens[i]), "tokens")
         checked.append(check(name_of_entry, entries))
     return checked
 
@@ -381,7 +386,8 @@ def _logprobs(name: str, entries: list) -> np.ndarray:
     lowest, or above 0, as Atropos pads with 1.0."""
     values = _floats(entries)
     is_logprob = (values <= 0.0) & (values >= LOWEST_LOGPROB)
-    return np.where(is_logprob, values, np.nan).astype(np.float32)
+    values[~is_logprob] = np.nan
+    return values.astype(np.float32)
 
 
 def _teachers(
@@ -395,14 +401,13 @@ def _teachers(
         raise RejectedGroup("distill_logprobs came without distill_token_ids")
     if not group.distill_logprobs:
         raise RejectedGroup("distill_token_ids came without distill_logprobs")
-    _sized("distill_token_ids", group.distill_token_ids, size)
-    _sized("distill_logprobs", group.distill_logprobs, size)
+    _require_size("distill_token_ids", group.distill_token_ids, size)
+    _require_size("distill_logprobs", group.distill_logprobs, size)
     all_ids = []
     all_logprobs = []
-    for i in range(size):
-        ids, logprobs = _teacher(
-            i, group.distill_token_ids[i], group.distill_logprobs[i], len(tokens[i])
-        )
+    sent = zip(group.distill_token_ids, group.distill_logprobs, tokens)
+    for i, (sent_ids, sent_logprobs, rollout) in enumerate(sent):
+        ids, logprobs = _teacher(i, sent_ids, sent_logprobs, len(rollout))
         all_ids.append(ids)
         all_logprobs.append(logprobs)
     return all_ids, all_logprobs
@@ -421,24 +426,34 @@ def _teacher(
         return None, None
     ids = _lists(f"distill_token_ids[{i}]", ids, length)
     logprobs = _lists(f"distill_logprobs[{i}]", logprobs, length)
+    counts = np.zeros(length, dtype=np.int64)
     for position in range(length):
+        count = len(ids[position])
         name = f"distill_logprobs[{i}][{position}]"
-        _sized(name, logprobs[position], len(ids[position]), "token ids")
-    counts = np.array([len(entry) for entry in ids], dtype=np.int64)
+        _require_size(name, logprobs[position], count, "token ids")
+        counts[position] = count
     k = counts.max(initial=0)
     present = np.arange(k) < counts[:, None]  # (length, k)
-    padded_ids = np.full(present.shape, -1, dtype=np.int32)
-    padded_ids[present] = list(chain.from_iterable(ids))
-    padded_logprobs = np.full(present.shape, np.nan, dtype=np.float32)
-    flat_logprobs = list(chain.from_iterable(logprobs))
-    padded_logprobs[present] = _logprobs("", flat_logprobs)
-    padded_ids[np.isnan(padded_logprobs)] = -1
+    flat_ids = np.array(list(chain.from_iterable(ids)), np.int32)
+    flat_logprobs = _logprobs("", list(chain.from_iterable(logprobs)))
+    flat_ids[np.isnan(flat_logprobs)] = -1
+    padded_ids = _padded(present, flat_ids, -1)
+    padded_logprobs = _padded(present, flat_logprobs, np.nan)
     return padded_ids, padded_logprobs
+
+
+def _padded(present: np.ndarray, values: np.ndarray, filler: float) -> np.ndarray:
+    """Returns an array like `present` with the values where that is true: 5 and 6 at the true ones
+    of `[[False, True], [True, False]]` are `[[-1, 5], [6, -1]]` with the filler -1."""
+    padded = np.full(present.shape, filler, values.dtype)
+    padded[present] = values
+    return padded
 
 
 def _lists(name: str, value: Any, length: int) -> list[list]:
     """Returns one list per token, an empty one for null."""
-    entries = _sized(name, value or [], length, "tokens")
+    entries = value or []
+    _require_size(name, entries, length, "tokens")
     return [entry or [] for entry in entries]
 
 
@@ -448,7 +463,8 @@ def _lists(name: str, value: Any, length: int) -> list[list]:
 def _messages(value: Any, size: int) -> list[str | None]:
     """Returns the JSON text of each rollout's messages, at most 64 KiB: longer conversations lose
     their last messages. They are for human readers only, so no shape of them is an error."""
-    if not isinstance(value, list) or len(value) != size:
+    is_per_rollout = isinstance(value, list) and len(value) == size
+    if not is_per_rollout:
         return [None] * size
     return [_message_text(messages) for messages in value]
 

@@ -6,6 +6,7 @@ worker. `control.py` calls its methods through `collective_rpc`; they take and r
 values. Importing this module also registers the loader of `layout.py`, before the model is built.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.server.layout import Copy, Piece
 from trl_atropos.tensors.channel import Channel, Copies, message_layout, open_receiver, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints, Part, joined
+from trl_atropos.tensors.fingerprint import Fingerprints, Part, PlacedPart, joined
 from trl_atropos.tensors.shared_memory import export_storage
 
 # the engine, too, runs in this process, unless the server has several workers
@@ -49,13 +50,15 @@ class WorkerExtension:
         config = self.vllm_config
         device_uuid = None
         if self.device.type == "cuda":
-            device_uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+            properties = torch.cuda.get_device_properties(self.device)
+            device_uuid = str(properties.uuid)
         lora = None
-        if config.lora_config is not None:
+        lora_config = config.lora_config
+        if lora_config is not None:
             lora = {
-                "max_rank": config.lora_config.max_lora_rank,
-                "max_loras": config.lora_config.max_loras,
-                "dtype": str(config.lora_config.lora_dtype).removeprefix("torch."),
+                "max_rank": lora_config.max_lora_rank,
+                "max_loras": lora_config.max_loras,
+                "dtype": str(lora_config.lora_dtype).removeprefix("torch."),
             }
         return {
             "device": self.device.type,
@@ -71,8 +74,9 @@ class WorkerExtension:
         """Finds where each of the trainer's parameters lives here, and exports the memory behind
         them."""
         model = self.model_runner.get_model()
+        parameters = _parsed(specs)
         with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
-            views, refused = layout.trace(model, _parsed(specs), self.device)
+            views, refused = layout.trace(model, parameters, self.device)
         storages = layout.unique_storages(model)
         handles = [export_storage(storage) for storage in storages.values()]
         attachment = Attachment(storages=handles, views=views, refused=refused)
@@ -217,11 +221,12 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
 
 def fingerprints_of(pieces: list[list[Piece]], specs: list[ParameterSpec]) -> Fingerprints:
     """Returns one fingerprint for each piece, parameter by parameter."""
-    entries = []
+    parts = []
     for spec, parameter_pieces in zip(specs, pieces, strict=True):
         for values, part in parameter_pieces:
-            entries.append((values, part, spec.shape, len(entries)))
-    return Fingerprints(entries, len(entries))
+            number = len(parts)
+            parts.append(PlacedPart(values, part, spec.shape, number))
+    return Fingerprints(parts, len(parts))
 
 
 class Constants:
@@ -237,7 +242,11 @@ class Constants:
     def changed(self, model: nn.Module) -> list[str]:
         """Returns the names of those that are not what they were at first."""
         values = self._values_of(model)
-        return [name for name, value in self.values.items() if values.get(name) != value]
+        names = []
+        for name, value in self.values.items():
+            if values.get(name) != value:
+                names.append(name)
+        return names
 
     def _values_of(self, model: nn.Module) -> dict[str, float]:
         """Returns the numbers, and the fingerprints of the tables."""
@@ -250,11 +259,11 @@ class Constants:
             return {}
         addresses = [table.data_ptr() for table in tables.values()]
         if addresses != self._addresses:
-            entries = []
+            parts = []
             for number, table in enumerate(tables.values()):
-                entries.append((table, Part.whole(table.shape), table.shape, number))
+                parts.append(PlacedPart.whole(table, number))
             self._addresses = addresses
-            self._table_fingerprints = Fingerprints(entries, len(entries))
+            self._table_fingerprints = Fingerprints(parts, len(parts))
         sums = self._table_fingerprints.compute()
         return dict(zip(tables, joined(sums), strict=True))
 
@@ -421,10 +430,11 @@ def unloaded(model: nn.Module, loaded: set[str]) -> list[str]:
     """Returns the names of the parameters that are not among the loaded ones. A module of vLLM's
     may have several names."""
     addresses = {}
+    filled = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         addresses[name] = parameter.data_ptr()
-    # a loader may name buffers, too, which are no parameters
-    filled = {addresses[name] for name in loaded & addresses.keys()}
+        if name in loaded:
+            filled.add(addresses[name])
     missing = [name for name, address in addresses.items() if address not in filled]
     return sorted(missing)
 
@@ -445,6 +455,16 @@ class AdapterPlan:
     def copy(self) -> Copies:
         """All copies, which a call makes at once."""
         return Copies(self.copies)
+
+
+def _rank_of(tensors: list[ParameterSpec]) -> int:
+    """Returns the largest rank of an adapter's matrices. It is the smaller side of each: 8 for
+    shapes (8, 512) and (512, 8). A bias has none."""
+    rank = 0
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            rank = max(rank, min(tensor.shape))
+    return rank
 
 
 class AdapterReceiver:
@@ -468,9 +488,7 @@ class AdapterReceiver:
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
-        # the smaller side of a matrix is the rank; a bias has none
-        matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
-        rank = max(min(matrix.shape) for matrix in matrices)
+        rank = _rank_of(tensors)
         # B comes scaled, so alpha equals the rank here. vLLM judges the other fields.
         unscaled = {**config, "r": rank, "lora_alpha": rank, "use_rslora": False}
         self.helper = PEFTHelper.from_dict(unscaled)
@@ -488,8 +506,9 @@ class AdapterReceiver:
             self.messages[adapter_id] = self._empty_message()
         self.messages[adapter_id].copy_(message)
         plan = self.plans.get(adapter_id)
+        slots = self.adapters.lora_index_to_id
         with torch.no_grad():
-            if plan is not None and self.adapters.lora_index_to_id[plan.slot] == adapter_id:
+            if plan is not None and slots[plan.slot] == adapter_id:
                 plan.copy()
             else:
                 self._activate(adapter_id)
@@ -566,16 +585,15 @@ class AdapterReceiver:
         )
 
     def _pieces(self, plan: AdapterPlan) -> list[list[Piece]]:
-        pieces: list[list[Piece]] = [[] for _ in self.tensors]
+        pieces = [[] for _ in self.tensors]
         for target, source in plan.copies:
             # With tensors at bytes 0, 256 and 512, the float16 element 150 of the message is of the
             # second tensor, which begins at element 128: it is that one's element 22.
+            part = Part.of(source)
             itemsize = source.element_size()
-            byte = source.storage_offset() * itemsize
-            number = bisect_right(self.offsets, byte) - 1
+            number = bisect_right(self.offsets, part.offset * itemsize) - 1
             begin = self.offsets[number] // itemsize
-            part = Part.of(source).moved(-begin)
-            pieces[number].append((target, part))
+            pieces[number].append((target, part.moved(-begin)))
         return pieces
 
     def _check_coverage(self, plan: AdapterPlan) -> None:
@@ -584,9 +602,9 @@ class AdapterReceiver:
         lost = []
         for tensor, parameter_pieces in zip(self.tensors, self._pieces(plan), strict=True):
             arrived = sum(target.numel() for target, _ in parameter_pieces)
-            if arrived and (self.splits or arrived == tensor.shape[0] * tensor.shape[1]):
-                continue
-            lost.append(tensor.name)
+            is_whole = arrived == math.prod(tensor.shape)
+            if not arrived or not (is_whole or self.splits):
+                lost.append(tensor.name)
         if lost:
             raise ValueError(
                 f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: "

@@ -62,9 +62,8 @@ class SharedArenaLoader(DefaultModelLoader):
     """Loads a model into one shared arena, in which its layers compute."""
 
     def __init__(self, load_config):
-        super().__init__(
-            dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
-        )
+        usual = dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
+        super().__init__(usual)
 
     def load_weights(self, model: nn.Module, model_config) -> None:
         packed_layers.extend(compute_in_place(model, model_config))
@@ -143,7 +142,8 @@ class InPlaceExperts(compat.cpu_experts() or object):
             inner = self._activate(activation, both)
             result = linear(inner, w2[expert], down_bias)
             if not apply_router_weight_on_input:
-                result *= topk_weights[tokens, choices, None].to(result.dtype)
+                weights = topk_weights[tokens, choices, None]
+                result *= weights.to(result.dtype)
             output.index_add_(0, tokens, result)
 
     def _activate(self, activation: MoEActivation, both: Tensor) -> Tensor:
@@ -151,8 +151,10 @@ class InPlaceExperts(compat.cpu_experts() or object):
         if activation is MoEActivation.SWIGLUOAI:
             gate = both[:, ::2].clamp(max=7.0)
             up = both[:, 1::2].clamp(min=-7.0, max=7.0)
-            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-        inner = both.new_empty(len(both), both.shape[-1] // 2)
+            share = torch.sigmoid(1.702 * gate)
+            return (up + 1) * gate * share
+        tokens, width = both.shape
+        inner = both.new_empty(tokens, width // 2)
         self.activation(activation, inner, both)
         return inner
 
@@ -162,7 +164,7 @@ def move_to_arena(model: nn.Module) -> None:
     copied. Views of that memory move along: Mamba-2 layers read the weights of their convolution
     through such a buffer."""
     parameters = list(model.parameters())
-    places: dict[int, slice] = {}  # bytes of the arena, by the storage's data pointer
+    places = {}  # bytes of the arena, by the storage's data pointer
     end = 0
     for parameter in parameters:
         storage = parameter.untyped_storage()
@@ -171,7 +173,8 @@ def move_to_arena(model: nn.Module) -> None:
             continue
         num_bytes = storage.nbytes()
         places[pointer] = slice(end, end + num_bytes)
-        end += math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
+        padding = -num_bytes % ALIGNMENT
+        end += num_bytes + padding
     arena = allocate_arena(end)
     views = [buffer for buffer in model.buffers() if _pointer(buffer) in places]
     for tensor in (*parameters, *views):
@@ -219,7 +222,8 @@ class CopyTracer(TorchDispatchMode):
             and not self.memory.isdisjoint(_pointers(target))
         )
         is_noted = False
-        if func is torch.ops.aten.copy_.default and (is_written or self.memory is None):
+        is_copy = func is torch.ops.aten.copy_.default
+        if is_copy and (is_written or self.memory is None):
             source = args[1]
             is_noted = self.pointer in _pointers(source)
         if is_noted:
@@ -242,7 +246,9 @@ def _pointers(*values: Any) -> set[int]:
     pointers = set()
     for value in values:
         items = value if isinstance(value, list | tuple) else [value]
-        pointers.update(_pointer(item) for item in items if isinstance(item, Tensor))
+        for item in items:
+            if isinstance(item, Tensor):
+                pointers.add(_pointer(item))
     return pointers
 
 
@@ -264,7 +270,7 @@ def memory_of_adapters(adapters: Any) -> set[int]:
 def unique_storages(model: nn.Module) -> dict[int, torch.UntypedStorage]:
     """Returns the storages behind the model's parameters that another process can open, by data
     pointer, in order."""
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages = {}
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         # on the CPU, only the loader's arena can be shared, not what vLLM packs afterwards
@@ -326,9 +332,9 @@ def trace(
     """Returns (views, refused): the place of each parameter that is one strided view of the model's
     memory, and for each other parameter the reason why it is not. `View.storage` counts the
     storages of `unique_storages`."""
-    shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
-    views: dict[str, View] = {}
-    refused: dict[str, str] = {}
+    shared = list(unique_storages(model))  # data pointers
+    views = {}
+    refused = {}
     for spec, copies, trouble in _traced(model, specs, device):
         place = trouble or _place(spec, copies, shared)
         if isinstance(place, View):
@@ -338,7 +344,7 @@ def trace(
     return views, refused
 
 
-def _place(spec: ParameterSpec, copies: list[Copy], shared: dict[int, int]) -> View | str:
+def _place(spec: ParameterSpec, copies: list[Copy], shared: list[int]) -> View | str:
     """Returns the parameter's view, or why there is none. Sources are parts of its probe."""
     if not copies:
         return "vLLM's loader does not keep it"
@@ -357,7 +363,11 @@ def _place(spec: ParameterSpec, copies: list[Copy], shared: dict[int, int]) -> V
         return "vLLM keeps only a part of it, or in another order"
     offset, strides = place
     return View(
-        storage=shared[pointer], offset=offset, size=spec.shape, stride=strides, dtype=spec.dtype
+        storage=shared.index(pointer),
+        offset=offset,
+        size=spec.shape,
+        stride=strides,
+        dtype=spec.dtype,
     )
 
 
@@ -373,33 +383,36 @@ def _one_view(shape: list[int], copies: list[Copy]) -> tuple[int, list[int]] | N
     With the second copy at 20, element 0 would be at 10 and at 18: there is no such view.
     """
     steps = torch.empty(shape, device="meta").stride()  # in the probe, by dimension
-    strides = _strides_in_targets(shape, steps, copies)
-    # for each copy: offset of its first element in the probe -> in vLLM's memory
-    starts = {source.storage_offset(): target.storage_offset() for target, source in copies}
-    num_elements = sum(source.numel() for _, source in copies)
-    if strides is None or len(starts) != len(copies) or num_elements != math.prod(shape):
+    starts = {}  # of each copy, by its offset in the probe: that in vLLM's memory
+    missing = math.prod(shape)  # elements
+    for target, source in copies:
+        starts[source.storage_offset()] = target.storage_offset()
+        missing -= source.numel()
+    known_strides = _strides_in_targets(shape, steps, copies)
+    if known_strides is None or missing or len(starts) != len(copies):
         return None
+    strides = []
     for dim, length in enumerate(shape):
-        if dim in strides:
-            continue
+        stride = known_strides.get(dim)
         if length <= 1:
-            strides[dim] = 1
-            continue
-        # every copy is one element wide here: the stride is the distance between two copies
-        start = starts.get(0)
-        following = starts.get(steps[dim])
-        if start is None or following is None or following < start:
-            return None
-        strides[dim] = following - start
+            stride = 1
+        elif stride is None:
+            # every copy is one element wide here: the stride is the distance between two copies
+            start = starts.get(0)
+            following = starts.get(steps[dim])
+            if start is None or following is None or following < start:
+                return None
+            stride = following - start
+        strides.append(stride)
     origins = set()  # where each copy places the parameter's first element
     for here, there in starts.items():
-        for dim, length in enumerate(shape):
-            index = here // steps[dim] % length
-            there -= index * strides[dim]
+        for step, length, stride in zip(steps, shape, strides):
+            index = here // step % length
+            there -= index * stride
         origins.add(there)
     if len(origins) != 1:
         return None
-    return origins.pop(), [strides[dim] for dim in range(len(shape))]
+    return origins.pop(), strides
 
 
 def _strides_in_targets(
@@ -407,8 +420,11 @@ def _strides_in_targets(
 ) -> dict[int, int] | None:
     """Returns the strides of the targets by dimension of the parameter, for the dimensions along
     which copies extend. `None` if copies differ in a stride, or change more than strides."""
-    dims = {step: dim for dim, step in enumerate(steps) if shape[dim] > 1}
-    strides: dict[int, int] = {}
+    dims = {}  # by step
+    for dim, step in enumerate(steps):
+        if shape[dim] > 1:
+            dims[step] = dim
+    strides = {}
     for target, source in copies:
         if target.numel() != source.numel():
             return None
@@ -418,7 +434,9 @@ def _strides_in_targets(
             if size <= 1:
                 continue
             dim = dims.get(step)
-            if dim is None or stride < 0 or strides.setdefault(dim, stride) != stride:
+            if dim is None or stride < 0:
+                return None
+            if strides.setdefault(dim, stride) != stride:
                 return None
     return strides
 
@@ -436,12 +454,12 @@ def pieces_of(
     # The probes are as from a checkpoint: in the machine's memory, of which nothing is taken,
     # because nothing is written or read.
     for spec, copies, trouble in _traced(model, specs, torch.device("cpu")):
+        kept = [(target, Part.of(source)) for target, source in copies]
         reason = trouble or _why_not_comparable(spec, copies)
-        if reason is None:
-            pieces.append([(target, Part.of(source)) for target, source in copies])
-        else:
-            pieces.append([])
+        if reason is not None:
+            kept = []
             refused[spec.name] = reason
+        pieces.append(kept)
     return pieces, refused
 
 
@@ -490,16 +508,20 @@ def unnamed(model: nn.Module, pieces: list[list[Piece]]) -> dict[str, str]:
 def numbers_of(model: nn.Module) -> dict[str, float]:
     """Returns the numbers that modules and the implementations of attention compute with besides
     tensors (scales, caps, epsilons)."""
-    numbers: dict[str, float] = {}
+    numbers = {}
     for path, module in model.named_modules():
-        owners: dict[str, Any] = {path: module}
+        numbers |= _numbers_in(module, path)
         # layers with a state have none
         if isinstance(module, AttentionLayerBase) and hasattr(module, "impl"):
-            owners[f"{path}.impl"] = module.impl
-        for owner_path, owner in owners.items():
-            for name, value in vars(owner).items():
-                if isinstance(value, float):
-                    numbers[f"{owner_path}.{name}"] = value
+            numbers |= _numbers_in(module.impl, f"{path}.impl")
+    return numbers
+
+
+def _numbers_in(owner: Any, path: str) -> dict[str, float]:
+    numbers = {}
+    for name, value in vars(owner).items():
+        if isinstance(value, float):
+            numbers[f"{path}.{name}"] = value
     return numbers
 
 

@@ -42,16 +42,18 @@ def setting_names(path: Path) -> set[str] | None:
     if tree is None:
         return None
     script = _Classes(tree)
-    environments = [node for node in script.classes.values() if script.is_environment(node)]
-    if not environments:
+    configs = set()
+    for node in script.classes.values():
+        if script.is_environment(node):
+            configs |= _config_classes(node)
+    if not configs:
         return None
-    names = _base_names()
-    for environment in environments:
-        for config in _config_classes(environment):
-            further = script.settings_of(config)
-            if further is None:
-                return None
-            names = names | further
+    names = set(_base_names())
+    for config in configs:
+        further = script.settings_of(config)
+        if further is None:
+            return None
+        names |= further
     return names
 
 
@@ -66,7 +68,8 @@ class _Classes:
                 self.classes[node.name] = node
             elif isinstance(node, ast.ImportFrom) and node.module == BASE_MODULE:
                 for alias in node.names:
-                    self._imported[alias.asname or alias.name] = alias.name
+                    name = alias.asname or alias.name
+                    self._imported[name] = alias.name
 
     def is_environment(self, node: ast.ClassDef) -> bool:
         """Returns whether a class descends from Atropos' `BaseEnv`, through classes of the script
@@ -85,7 +88,7 @@ class _Classes:
     def settings_of(self, config: str) -> set[str] | None:
         """Returns the settings that the class `config` adds to Atropos' `BaseEnvConfig`. Returns
         None if the script does not tell them all."""
-        names: set[str] = set()
+        names = set()
         visited = set()
         while self._imported.get(config) != BASE_CONFIG:
             node = self.classes.get(config)
@@ -104,10 +107,8 @@ def _base_names() -> set[str]:
     """Returns the settings that Atropos itself has for every environment."""
     package = importlib.util.find_spec("atroposlib")
     path = Path(package.submodule_search_locations[0], "envs", "base.py")
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ClassDef) and node.name == BASE_CONFIG:
-            return _fields(node)
-    raise AssertionError(f"{path} has no {BASE_CONFIG}")
+    base = _Classes(parse_script(path))
+    return _fields(base.classes[BASE_CONFIG])
 
 
 def _config_classes(environment: ast.ClassDef) -> set[str]:
@@ -116,7 +117,8 @@ def _config_classes(environment: ast.ClassDef) -> set[str]:
     configs = set()
     for node in ast.walk(environment):
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            if "env_config_cls" in map(_name, _targets(node)) and node.value is not None:
+            is_config = "env_config_cls" in _assigned_names(node)
+            if is_config and node.value is not None:
                 configs.add(_name(node.value))
         elif isinstance(node, ast.FunctionDef) and node.name == "config_init":
             configs |= _configs_called_in(node)
@@ -137,11 +139,11 @@ def _is_open(config: ast.ClassDef) -> bool:
     """Returns whether a class says itself how unknown settings are taken, or has other names for
     some."""
     for node in config.body:
-        names: set[str] = set()
+        names = set()
         if isinstance(node, ast.ClassDef):
             names = {node.name}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            names = set(map(_name, _targets(node)))
+            names = _assigned_names(node)
         if names & {"Config", "model_config"}:
             return True
     return "alias" in ast.unparse(config)
@@ -156,11 +158,11 @@ def _fields(config: ast.ClassDef) -> set[str]:
     return names
 
 
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    """Returns what an assignment assigns to."""
+def _assigned_names(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    """Returns the names that an assignment assigns to."""
     if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target]
+        return {_name(target) for target in node.targets}
+    return {_name(node.target)}
 
 
 def _name(node: ast.AST) -> str:
@@ -193,11 +195,13 @@ def reshaping_requests(path: Path) -> list[Request]:
 
 
 def _requests_in(node: ast.AST) -> Iterator[Request]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "eval" in node.name:
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if is_function and "eval" in node.name:
         return
     for name, value in _settings_in(node):
         if _reshapes(name, value):
-            yield Request(value.lineno, f"{name}={ast.unparse(value)}")
+            text = f"{name}={ast.unparse(value)}"
+            yield Request(value.lineno, text)
     for child in ast.iter_child_nodes(node):
         yield from _requests_in(child)
 
@@ -216,13 +220,15 @@ def _settings_in(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 def _reshapes(name: str, value: ast.expr) -> bool:
     """Returns whether a request that sets `name` to `value` samples from another distribution."""
-    literal = value.value if isinstance(value, ast.Constant) else None
+    is_literal = isinstance(value, ast.Constant)
+    literal = value.value if is_literal else None
     usual = SamplingSettings().numbers()
     # `config:` and the server's notes say more about the temperature.
     if name in usual and name != "temperature":
-        is_number = isinstance(literal, int | float) and not isinstance(literal, bool)
+        is_number = type(literal) in (int, float)
         return is_number and literal != usual[name]
     if name == "min_tokens":
         return bool(literal)
-    is_none = isinstance(value, ast.Constant) and literal is None
-    return name in (*RESHAPING_FIELDS, *GRAMMARS) and not is_none
+    if is_literal and literal is None:
+        return False
+    return name in RESHAPING_FIELDS or name in GRAMMARS

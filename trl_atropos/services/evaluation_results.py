@@ -75,7 +75,9 @@ class Result:
         if self.versions is None:
             return "unknown policy versions"
         oldest, newest = self.versions
-        return f"step {oldest}" if oldest == newest else f"steps {oldest} to {newest}"
+        if oldest == newest:
+            return f"step {oldest}"
+        return f"steps {oldest} to {newest}"
 
     def logs(self) -> dict[str, float]:
         """Returns the metrics by the names that Transformers knows them by, such as
@@ -96,29 +98,32 @@ class Result:
             graded = self.graded
         if "pass@1" not in self.metrics:
             metrics = [f"{name} {value:.4g}" for name, value in self.metrics.items()]
-            values = ", ".join(metrics)
+            outcome = ", ".join(metrics)
         elif graded:
-            values = self._mean_score_in_words()
+            outcome = self._mean_score_in_words()
         else:
-            values = self._pass_rate_in_words()
-        return f"{self.name}: {values} ({self.policy}, {self.seconds:.0f} s)"
+            outcome = self._pass_rate_in_words()
+        return f"{self.name}: {outcome} ({self.policy}, {self.seconds:.0f} s)"
 
     def _pass_rate_in_words(self) -> str:
         """Returns pass@1 and its gain. If all or none pass, it has no interval: the samples show
         no spread."""
         share = self.metrics["pass@1"]
-        interval = self._interval("pass@1") if 0 < share < 1 else ""
-        return f"pass@1 {share:.3f}{interval}{self._gain('gain')}"
+        text = f"pass@1 {share:.3f}"
+        if 0 < share < 1:
+            text += self._interval("pass@1")
+        return text + self._gain("gain")
 
     def _mean_score_in_words(self) -> str:
         """Returns the mean score and its gain, then how many pass."""
-        name = next(name for name in self.metrics if MEAN_SCORE.fullmatch(name))
-        mean = f"mean score {self.metrics[name]:.3f}"
-        share = f"pass@1 {self.metrics['pass@1']:.3f}"
-        threshold = ""
+        name = next(filter(MEAN_SCORE.fullmatch, self.metrics))
+        text = f"mean score {self.metrics[name]:.3f}"
+        text += self._interval(name)
+        text += self._gain("mean_gain")
+        text += f"; pass@1 {self.metrics['pass@1']:.3f}"
         if self.passes_above is not None:
-            threshold = f" (scores above {self.passes_above:g})"
-        return f"{mean}{self._interval(name)}{self._gain('mean_gain')}; {share}{threshold}"
+            text += f" (scores above {self.passes_above:g})"
+        return text
 
     def _gain(self, name: str) -> str:
         if name not in self.metrics:
@@ -155,7 +160,8 @@ def read_result(folder: Path) -> Result | None:
 def results_of(folder: str | Path, step: int) -> list[Result]:
     """Returns the results of an optimizer step below the output folder of a run, by name."""
     results = []
-    for path in sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}")):
+    paths = Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}")
+    for path in sorted(paths):
         result = read_result(path.parent)
         if result is not None:
             results.append(result)
@@ -219,7 +225,7 @@ def read_answers(path: Path) -> list[Answer]:
     """Returns one answer for each line of the file at `path`. Raises `EvaluationError` if a line is
     torn, or is not what `environment_site/groups.py` writes."""
     content = path.read_bytes() if path.exists() else b""
-    answers: dict[int, Answer] = {}
+    answers = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             answer = _read_answer(line)
@@ -242,21 +248,25 @@ def _read_answer(line: bytes) -> Answer:
     if (content.groups is None) == (content.error is None):
         raise ValueError("it has neither `groups` nor `error`, or both")
     if content.groups is None:
-        return Answer(content.item, [], f"{content.error} ({content.place})")
-    groups = [parse_group(msgspec.structs.asdict(group)) for group in content.groups]
+        failure = f"{content.error} ({content.place})"
+        return Answer(content.item, [], failure)
+    groups = []
+    for group in content.groups:
+        fields = msgspec.structs.asdict(group)
+        groups.append(parse_group(fields))
     return Answer(content.item, groups, None)
 
 
 def problem_key(item: int, number: int, group: ScoredGroup) -> str:
     """Returns the key of group `number` of a problem in `Result.scores`, such as `3.0-5f2a90c1`.
     The hash is that of the prompt: the tokens before the first sampled one."""
+    prompt = group.tokens[0]
     trained = group.trained[0]
-    prompt_length = len(trained)
     if trained.any():
-        prompt_length = int(np.argmax(trained))
-    prompt = group.tokens[0][:prompt_length].tolist()
-    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=4).hexdigest()
-    return f"{item}.{number}-{digest}"
+        prompt = prompt[: np.argmax(trained)]
+    text = repr(prompt.tolist())
+    digest = hashlib.blake2b(text.encode(), digest_size=4)
+    return f"{item}.{number}-{digest.hexdigest()}"
 
 
 def read_own_metrics(folder: Path) -> dict[str, float]:
@@ -286,6 +296,7 @@ def read_own_metrics(folder: Path) -> dict[str, float]:
 def measures(scores: Scores, passes_above: float, first: Scores | None = None) -> dict[str, float]:
     """Returns the metrics of an evaluation by name. `first` are the scores of the run's first
     evaluation, for the gain on the problems that both have."""
+    fewest = min(len(samples) for samples in scores.values())
     passed = {}
     shares = {}
     means = {}
@@ -295,23 +306,19 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
         means[problem] = fmean(samples)
     low, high = interval(list(shares.values()))
     metrics = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
-    fewest = min(len(samples) for samples in scores.values())
-    # Five samples: pass@2, pass@4 and pass@5.
-    sizes = {2**power for power in range(1, fewest.bit_length())}
-    sizes.add(fewest)
-    sizes.discard(1)
-    for k in sorted(sizes):
-        metrics[f"pass@{k}"] = fmean(
-            pass_at(k, len(scores[problem]), count) for problem, count in passed.items()
-        )
+    for k in _numbers_of_tries(fewest):
+        chances = []
+        for problem, samples in scores.items():
+            chances.append(pass_at(k, len(samples), passed[problem]))
+        metrics[f"pass@{k}"] = fmean(chances)
     metrics |= _with_interval(f"avg@{fewest}", list(means.values()))
     gains = []
     mean_gains = []
-    for problem in shares.keys() & (first or {}).keys():
-        samples = first[problem]
-        first_share = _count_passed(samples, passes_above) / len(samples)
-        gains.append(shares[problem] - first_share)
-        mean_gains.append(means[problem] - fmean(samples))
+    for problem, samples in (first or {}).items():
+        if problem in scores:
+            first_share = _count_passed(samples, passes_above) / len(samples)
+            gains.append(shares[problem] - first_share)
+            mean_gains.append(means[problem] - fmean(samples))
     if gains:
         metrics |= _with_interval("gain", gains)
         metrics |= _with_interval("mean_gain", mean_gains)
@@ -320,6 +327,14 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
 
 def _count_passed(samples: Sequence[float], passes_above: float) -> int:
     return sum(score > passes_above for score in samples)
+
+
+def _numbers_of_tries(fewest: int) -> list[int]:
+    """Returns each k of pass@k besides 1: of 5 samples, they are 2, 4 and 5."""
+    tries = {2**power for power in range(1, fewest.bit_length())}
+    tries.add(fewest)
+    tries.discard(1)
+    return sorted(tries)
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
@@ -335,7 +350,9 @@ def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
     interval."""
     mean = fmean(values)
     error = CONFIDENCE * _standard_error(values)
-    return {name: mean, f"{name}_low": mean - error, f"{name}_high": mean + error}
+    low = mean - error
+    high = mean + error
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:
@@ -343,6 +360,9 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
 
     It is Wilson's interval for as many independent trials as would have the standard error that
     the problems have. So it has a width even if all or none pass.
+
+    For example, shares 1, 1, 0, 0 have the mean 0.5 and the standard error 0.29, as 3 trials have.
+    Their interval is 0.13 to 0.87.
     """
     mean = fmean(shares)
     error = _standard_error(shares)

@@ -203,9 +203,12 @@ class Evaluator:
         finished = {result.name for result in self.results if result.step == step}
         due = []
         for spec in self.specs:
+            process = self._processes.get(spec.name)
             regular = spec.every and step % spec.every == 0
-            if (first or last or regular) and spec.name in self._processes.keys() - finished:
-                due.append(self._processes[spec.name])
+            if process is None or spec.name in finished:
+                continue
+            if first or last or regular:
+                due.append(process)
         return due
 
     # ------------------------------------------------------------------------- during an evaluation
@@ -225,7 +228,8 @@ class Evaluator:
         seconds = time.monotonic() - process.began
         if seconds >= process.last_message + MESSAGE_EVERY:
             process.last_message = seconds
-            tell_work(process.service, f"Evaluation {process.spec.name!r} {doing}, {seconds:.0f} s")
+            name = process.spec.name
+            tell_work(process.service, f"Evaluation {name!r} {doing}, {seconds:.0f} s")
 
     # -------------------------------------------------------------------------- after an evaluation
 
@@ -236,7 +240,8 @@ class Evaluator:
             if not process.has_begun():
                 continue
             code = self._services.exit_code(process.service)
-            if code is None and time.monotonic() - process.began < self._timeout:
+            seconds = time.monotonic() - process.began
+            if code is None and seconds < self._timeout:
                 continue
             failure = None
             try:
@@ -255,7 +260,8 @@ class Evaluator:
         self._services.end(process.service)
         del self._processes[process.spec.name]
         if failure is not None:
-            what = f"Evaluation {process.spec.name!r} at step {process.step} failed: {failure.what}"
+            name = process.spec.name
+            what = f"Evaluation {name!r} at step {process.step} failed: {failure.what}"
             fix = f"{failure.fix} Its log: {process.service.log_path}"
             error = EvaluationError(what, failure.seen, fix, failure.code)
             self._warn_or_raise(error, is_first=process.step == 0)
@@ -284,14 +290,19 @@ class Evaluator:
             what = f"it ended with exit code {code}"
             raise EvaluationError(what, fix="Correct what the end of its log says.")
         result = Result(
-            spec.name, process.step, metrics={}, versions=None, seconds=round(seconds, 2)
+            name=spec.name,
+            step=process.step,
+            metrics={},
+            versions=None,
+            seconds=round(seconds, 2),
         )
         if spec.problems is None:
             result.metrics = read_own_metrics(process.folder)
         else:
             self._measure(result, process)
         result.versions = self._versions(process.key)
-        write_file(process.folder / RESULT, json.dumps(asdict(result)).encode())
+        content = json.dumps(asdict(result))
+        write_file(process.folder / RESULT, content.encode())
         for file in process.folder.glob(f"{GO}*"):
             file.unlink()
         folder = process.folder.with_name(f"step-{process.step:06d}")
@@ -335,7 +346,10 @@ class Evaluator:
                 failures[0],
                 process.folder / GROUPS,
             )
-        known = len(failures) + sum(bool(answer.groups) for answer in answers)
+        known = len(failures)
+        for answer in answers:
+            if answer.groups:
+                known += 1
         if known < spec.problems:
             logger.warning(
                 "Evaluation %r at step %d has %d of %d problems: the environment has no more, or "
@@ -359,7 +373,9 @@ class Evaluator:
         replies = [reply for reply in replies if reply.oldest is not None]
         if not replies:
             return None
-        return min(reply.oldest for reply in replies), max(reply.newest for reply in replies)
+        oldest = min(reply.oldest for reply in replies)
+        newest = max(reply.newest for reply in replies)
+        return oldest, newest
 
 
 def _scores_and_lengths(
@@ -368,13 +384,15 @@ def _scores_and_lengths(
     """Returns the scores by problem, and the trained tokens of each rollout. All samples of a
     problem on which the environment failed count as not solved."""
     scores = {}
-    lengths: list[int] = []
+    lengths = []
     for answer in answers:
         if answer.failure is not None:
-            scores[f"{answer.item}"] = [min(0.0, spec.passes_above)] * spec.samples
+            not_solved = min(0.0, spec.passes_above)
+            scores[f"{answer.item}"] = [not_solved] * spec.samples
     for answer in answers:
         for number, group in enumerate(answer.groups):
-            scores[problem_key(answer.item, number, group)] = group.scores
+            key = problem_key(answer.item, number, group)
+            scores[key] = group.scores
             lengths += [int(trained.sum()) for trained in group.trained]
     return scores, lengths
 

@@ -46,7 +46,8 @@ EXIT_CANNOT_START = 127
 
 def prctl(option: int, value: int) -> None:
     """Calls Linux' `prctl(2)`."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
@@ -61,19 +62,19 @@ def members(guard: int) -> list[int]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             # The command's name, in parentheses, may hold anything: the fields begin after the last
             # one.
-            fields = file.read().rpartition(b")")[2].split()
-            state, parent, _group, session = fields[:4]
+            _pid_and_name, _, fields = file.read().rpartition(b")")
+            state, parent, _group, session, *_ = fields.split()
             parents[pid] = int(parent)
             if int(session) == guard:
                 service.add(pid)
             if state not in b"ZX":
                 living.add(pid)
-    while True:
-        children = {pid for pid, parent in parents.items() if parent in service}
-        if children <= service:
-            break
-        service |= children
-    return sorted(living & service - {guard})
+    known = 0
+    while known < len(service):  # children, then grandchildren, until there are no more
+        known = len(service)
+        service |= {pid for pid, parent in parents.items() if parent in service}
+    service.remove(guard)
+    return sorted(living & service)
 
 
 def _all_processes() -> list[int]:
@@ -110,7 +111,7 @@ class SharedFiles:
         left = [(path, inode) for path, inode in _shm_files() if inode in self._noted]
         if not left:
             return
-        in_use: set[int] = set()
+        in_use = set()
         for pid in _all_processes():
             in_use |= _mapped(pid)
         for path, inode in left:
@@ -198,7 +199,7 @@ class Guard:
         # Grandchildren whose parent ends become children of the guard, whatever session they are
         # in.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        restarts: list[float] = []  # when, within RESTART_WINDOW
+        restarts = []  # when, within RESTART_WINDOW
         while True:
             lived, left = self._live()
             code = self._exit_code
@@ -206,7 +207,8 @@ class Guard:
                 code = 128 + signal.SIGKILL
             now = time.monotonic()
             restarts = [moment for moment in restarts if now - moment < RESTART_WINDOW]
-            may_restart = lived >= options.settled and len(restarts) < options.restarts
+            has_settled = lived >= options.settled
+            may_restart = has_settled and len(restarts) < options.restarts
             if left or self._unwanted() or not may_restart:
                 return code
             wait = FIRST_WAIT * 2 ** len(restarts)
@@ -243,13 +245,15 @@ class Guard:
             look_began = time.monotonic()
             shared.note(members(os.getpid()))
             look_ended = time.monotonic()
-            pause = max(LOOK_EVERY, (look_ended - look_began) / LOOK_SHARE)
+            seconds = look_ended - look_began
+            pause = max(LOOK_EVERY, seconds / LOOK_SHARE)
             self._wait_for_next_look(look_ended + pause)
         lived = time.monotonic() - started
         if self._orphaned():
             parent = self._options.parent
             _say(f"the parent, process {parent}, is gone: stopping {self._command[0]}")
-        left = end_service(os.getpid(), self._options.grace, shared, self._pause)
+        grace = self._options.grace
+        left = end_service(os.getpid(), grace, shared, self._pause)
         if left:
             _say(f"processes {left} are still there {KILL_DEADLINE:.0f} s after SIGKILL")
         return lived, left
@@ -278,7 +282,9 @@ class Guard:
                     return
                 if pid == self._service:
                     code = os.waitstatus_to_exitcode(status)
-                    self._exit_code = code if code >= 0 else 128 - code
+                    if code < 0:
+                        code = 128 - code
+                    self._exit_code = code
 
 
 def _start(command: list[str]) -> int:

@@ -10,7 +10,6 @@ reverse order. If the trainer is killed outright, the guards do.
 import contextlib
 import errno
 import functools
-import http.client
 import itertools
 import logging
 import os
@@ -24,9 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from random import SystemRandom
 from urllib.parse import urlsplit
@@ -47,6 +46,7 @@ SETTLED = 30.0
 # promised
 GRACE = 5.0
 POLL = 0.2  # seconds
+HEALTH_TIMEOUT = 2.0  # seconds for one question whether a service is ready
 MESSAGE_EVERY = 15.0  # seconds between two messages about a service that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
@@ -66,9 +66,6 @@ VMSTAT = Path("/proc/vmstat")
 LAUNCHER_VARIABLE = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|ROLE_NAME|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))$|TORCHELASTIC_|ACCELERATE_|FSDP_"
 )
-
-# a proxy does not know our 127.0.0.1
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -151,7 +148,8 @@ class Services(contextlib.AbstractContextManager):
         variables.update(env or {})
         with open(log_path, "ab") as log:
             log_start = log.tell()
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"--- {now} {shlex.join(command)}\n".encode())
             log.flush()
             guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), *options, "--", *command],
@@ -358,14 +356,21 @@ def _death_of(service: Service, code: int) -> ServiceError:
 
 
 def trouble_at(url: str) -> str | None:
-    """Returns what a URL does instead of answering 200. Returns `None` if it answers 200."""
+    """Returns what a URL does instead of answering 200. Returns `None` if it answers 200. Proxies
+    of the environment are ignored: they do not know our 127.0.0.1."""
+    address = urlsplit(url)
+    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+    connection = kind(address.hostname, address.port, timeout=HEALTH_TIMEOUT)
     try:
-        with _opener.open(url, timeout=2.0) as answer:
-            if answer.status == 200:
-                return None
-            return f"HTTP status {answer.status}"
-    except (OSError, http.client.HTTPException) as error:
+        connection.request("GET", address.path or "/")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
         return str(error) or type(error).__name__
+    finally:
+        connection.close()
+    if status == 200:
+        return None
+    return f"HTTP status {status}"
 
 
 def port_of(url: str) -> int:
@@ -390,7 +395,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Returns a port where nobody listens now. Hardly any other process takes it before you bind
     it: the kernel gives it to no connection by itself, and each process tries ports in an order of
     its own."""
-    for port in itertools.islice(_ports_of(os.getpid()), len(FREE_PORTS)):
+    ports = _ports_of(os.getpid())
+    for _ in FREE_PORTS:
+        port = next(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
@@ -402,7 +409,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def _ports_of(process: int) -> Iterator[int]:
     """Returns the endless order in which a process tries ports. A forked process must not go on
     where its parent is, and `random` would follow the trainer's seed."""
-    return itertools.cycle(SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)))
+    order = SystemRandom().sample(FREE_PORTS, len(FREE_PORTS))
+    return itertools.cycle(order)
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:
@@ -466,7 +474,8 @@ def killed_for_memory() -> int:
     """Returns how many processes the kernel has killed on this machine, since its start, because
     memory was used up."""
     with contextlib.suppress(FileNotFoundError):  # some containers hide it
-        count = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="ascii"), re.MULTILINE)
+        counters = VMSTAT.read_text(encoding="ascii")
+        count = re.search(r"^oom_kill (\d+)$", counters, re.MULTILINE)
         if count is not None:
             return int(count[1])
     return 0

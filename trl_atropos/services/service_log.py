@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TAIL_LINES = 20
+TAIL_LINES = 20  # that a message quotes
+SEARCHED_LINES = 200  # for an error, or for what a service does
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500  # characters
 # Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is
@@ -48,12 +49,13 @@ def tell_work(service: "Service", doing: str) -> None:
     """Logs in one line of the terminal's width what a service is doing: `doing`, and the last line
     with words in its log, such as the present state of a progress bar."""
     work = "no output yet"
-    # The first line is that of the command.
-    for line in tail(service.log_path, 10 * TAIL_LINES, service.log_start).splitlines()[1:]:
+    lines = tail(service.log_path, SEARCHED_LINES, service.log_start).splitlines()
+    for line in lines[1:]:  # the first is that of the command
         text = VLLM_PREFIX.sub("", line).strip()
         if re.search("[a-z]{3}", text):
             work = text
-    room = (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
+    width = columns() or TAIL_WIDTH
+    room = width - len("[trl_atropos] ")
     logger.info(textwrap.shorten(f"{doing}: {work}", room, placeholder=" …"))
 
 
@@ -61,7 +63,7 @@ def cause_of_end(log_path: Path) -> str:
     """Returns the error that ended a service: a colon and one sentence, or an empty text."""
     cause = ""
     is_validation_error = False
-    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
+    for line in tail(log_path, SEARCHED_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)
         if is_validation_error:
             # The first line of pydantic's error says nothing, the next one does.
@@ -80,7 +82,7 @@ def end_of(log_path: Path) -> str:
     """Returns the last lines of a service's log, of tracebacks only the innermost frames."""
     lines = []
     frame = []  # the lines of the last frame of a traceback
-    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
+    for line in tail(log_path, SEARCHED_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)
         if len(line) > TAIL_WIDTH:
             line = line[:TAIL_WIDTH] + " ..."
@@ -92,4 +94,5 @@ def end_of(log_path: Path) -> str:
             lines += [*frame, line]
             frame = []
     lines += frame
-    return f"The last lines of {log_path}:\n" + "\n".join(lines[-TAIL_LINES:])
+    end = "\n".join(lines[-TAIL_LINES:])
+    return f"The last lines of {log_path}:\n{end}"

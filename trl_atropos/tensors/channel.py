@@ -70,7 +70,8 @@ def unpack(message: Tensor, tensors: list[ParameterSpec]) -> list[Tensor]:
     views = []
     for begin, tensor in zip(offsets, tensors, strict=True):
         end = begin + _num_bytes(tensor)
-        values = message[begin:end].view(getattr(torch, tensor.dtype))
+        dtype = getattr(torch, tensor.dtype)
+        values = message[begin:end].view(dtype)
         views.append(values.view(tensor.shape))
     return views
 
@@ -224,11 +225,10 @@ class NcclChannel(GroupChannel):
         event = torch.cuda.Event()
         stream = self._stream_type(self._stream.cuda_stream)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        size = buffer.numel()
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             # 1 is ncclUint8, 0 the trainer's rank.
-            self._nccl.ncclBroadcast(
-                pointer, pointer, buffer.numel(), 1, 0, self._communicator, stream
-            )
+            self._nccl.ncclBroadcast(pointer, pointer, size, 1, 0, self._communicator, stream)
             event.record(self._stream)
         return event
 
@@ -444,12 +444,17 @@ class Copies:
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]):
         # So that no memory in the table is freed, even if a parameter gets another one.
-        self._kept = [(target.detach(), source.detach()) for target, source in pairs]
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._targets = []  # of the copies that torch makes
         self._sources = []
         tables = []
-        for target, source in self._kept:
-            runs = runs_of(target, source) if target.is_cuda else None
+        for target, source in pairs:
+            target = target.detach()
+            source = source.detach()
+            self._kept.append((target, source))
+            runs = None
+            if target.is_cuda:
+                runs = runs_of(target, source)
             if runs is not None:
                 tables.append(runs)
             else:
@@ -457,14 +462,15 @@ class Copies:
                 self._sources.append(source)
         self._table = None
         if tables:
-            _, source = self._kept[0]
-            self._table = torch.from_numpy(np.concatenate(tables)).to(source.device)
+            table = torch.from_numpy(np.concatenate(tables))
+            self._table = table.to(source.device)
 
     def __call__(self) -> None:
         """Makes the copies, which on a GPU are only queued."""
         if self._table is not None:
+            programs = (len(self._table),)
             with torch.cuda.device(self._table.device):
-                _copy_runs[(len(self._table),)](self._table, MOST, AT_ONCE, num_warps=16)
+                _copy_runs[programs](self._table, MOST, AT_ONCE, num_warps=16)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
@@ -475,7 +481,8 @@ def runs_of(target: Tensor, source: Tensor) -> np.ndarray | None:
     read and to write, and the words. Returns `None` if it cannot.
 
     Both sides of a copy of `[:, :1024]` of (2, 4096) have the strides (4096, 1). The last dimension
-    lies in one run, and the first counts 2 of them.
+    lies in one run, and the first counts 2 of them. In float32, with the source at 0 and the target
+    at 65,536, the runs are (0, 65536, 1024) and (16384, 81920, 1024).
     """
     if target.dtype != source.dtype or target.device != source.device:
         return None
@@ -483,8 +490,8 @@ def runs_of(target: Tensor, source: Tensor) -> np.ndarray | None:
         return None
     length = 1  # elements of a run
     outer = []  # dimensions that count runs, the innermost first
-    dims = list(zip(target.shape, target.stride(), source.stride(), strict=True))
-    for size, target_stride, source_stride in reversed(dims):
+    dims = zip(target.shape, target.stride(), source.stride(), strict=True)
+    for size, target_stride, source_stride in reversed(list(dims)):
         continues = size == 1 or target_stride == source_stride == length
         if continues and not outer:
             length *= size
@@ -510,7 +517,8 @@ def _cut(begins: np.ndarray, words: int) -> np.ndarray:
     of at most `MOST` words, (pieces, 3). A run of 5,000 words becomes two of 4,096 and 904."""
     offsets = np.arange(0, words, MOST)  # (pieces of a run,), in words
     counts = np.minimum(MOST, words - offsets)
-    piece_begins = begins[:, None] + offsets[:, None] * WORD  # (runs, pieces of a run, 2)
+    steps = offsets[:, None] * WORD  # in bytes
+    piece_begins = begins[:, None] + steps  # (runs, pieces of a run, 2)
     piece_begins = piece_begins.reshape(-1, 2)
     all_counts = np.tile(counts, len(begins))
     return np.column_stack([piece_begins, all_counts])
@@ -523,9 +531,12 @@ if triton is not None:
         """Copies what one entry of the table says: from where, to where, and how many words."""
         program = tl.program_id(0).to(tl.int64)
         entry = table + program * 3
-        source = tl.load(entry).to(tl.pointer_type(tl.int32))
-        target = tl.load(entry + 1).to(tl.pointer_type(tl.int32))
-        count = tl.load(entry + 2).to(tl.int32)
+        source_address = tl.load(entry)
+        target_address = tl.load(entry + 1)
+        word_count = tl.load(entry + 2)
+        source = source_address.to(tl.pointer_type(tl.int32))
+        target = target_address.to(tl.pointer_type(tl.int32))
+        count = word_count.to(tl.int32)
         # This lets the compiler move 16 bytes at a time.
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)

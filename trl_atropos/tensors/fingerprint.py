@@ -22,8 +22,8 @@ On a GPU, one kernel reads all parts at the speed of the memory. On the CPU, tor
 same.
 """
 
-import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -78,48 +78,57 @@ class Part(NamedTuple):
         return self._replace(offset=self.offset + offset)
 
 
+class PlacedPart(NamedTuple):
+    """Holds elements of a parameter, with their place in it."""
+
+    values: Tensor
+    part: Part
+    shape: Sequence[int]  # of the whole parameter
+    number: int  # of the fingerprint that it belongs to
+
+    @classmethod
+    def whole(cls, values: Tensor, number: int) -> "PlacedPart":
+        return cls(values, Part.whole(values.shape), values.shape, number)
+
+
 class Fingerprints:
     """
     Computes the fingerprints of parameters whose memory stays where it is.
 
     Args:
-        parts: for each part its elements, where they stand, the whole parameter's shape, and the
-            number of the fingerprint that it belongs to.
+        parts: of all parameters.
         count: of fingerprints.
     """
 
-    def __init__(self, parts: Iterable[tuple[Tensor, Part, Sequence[int], int]], count: int):
+    def __init__(self, parts: Iterable[PlacedPart], count: int):
         self.count = count
+        self.device = torch.device("cpu")
         # with the number of the fingerprint that it belongs to
         self.rectangles: list[tuple[int, Rectangle]] = []
         for values, part, shape, number in parts:
             for rectangle in rectangles(values, part, shape):
+                self.device = values.device
                 self.rectangles.append((number, rectangle))
-        self.device = torch.device("cpu")
-        if self.rectangles:
-            _, first = self.rectangles[0]
-            self.device = first.values.device
         self._tables: dict[_Kind, Tensor] = {}
         if self.device.type == "cuda":
-            self._tables = _tables_of(self.rectangles)
+            self._tables = _tables_of(self.rectangles, self.device)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
         """Returns int64 (count, 2), on the device of the parameters, where it is only queued."""
         sums = torch.zeros(self.count, 2, dtype=torch.int64, device=self.device)
-        if self.device.type == "cuda":
-            for (itemsize, packed, width), table in self._tables.items():
-                _add_parts[(len(table),)](table, sums, 8 * itemsize, packed, width, FIELDS)
-            return sums % P
-        for number, rectangle in self.rectangles:
-            sums[number] += _sums(rectangle)
+        for kind, table in self._tables.items():
+            programs = (len(table),)
+            _add_parts[programs](table, sums, *kind)
+        if not self._tables:
+            for number, rectangle in self.rectangles:
+                sums[number] += _sums(rectangle)
         return sums % P
 
 
 def fingerprint(values: Tensor) -> Tensor:
     """Returns the fingerprint of a whole parameter, int64 (2,)."""
-    whole = Part.whole(values.shape)
-    fingerprints = Fingerprints([(values, whole, values.shape, 0)], count=1)
+    fingerprints = Fingerprints([PlacedPart.whole(values, 0)], count=1)
     return fingerprints.compute()[0]
 
 
@@ -142,6 +151,7 @@ def added(fingerprints: Iterable[int]) -> int:
 
 # Fingerprints of one and the same part: of each its worker, and its number among the worker's.
 _Copies = list[tuple[int, int]]
+_PartsOfWorker = Sequence[Sequence[Part]]  # for each parameter
 
 
 class Assembly:
@@ -154,39 +164,40 @@ class Assembly:
         workers: for each worker, the parts of each parameter.
 
     Attributes:
+        names: of the parameters.
         refused: why a parameter cannot be put together, by name.
     """
 
-    def __init__(
-        self, shapes: dict[str, Sequence[int]], workers: Sequence[Sequence[Sequence[Part]]]
-    ):
+    def __init__(self, shapes: dict[str, Sequence[int]], workers: Sequence[_PartsOfWorker]):
         self.refused: dict[str, str] = {}
         self.names = list(shapes)
-        self._parts: list[list[_Copies]] = []  # of each parameter, without duplicates
+        self._parts: dict[str, list[_Copies]] = {}  # of each parameter, without duplicates
         counts = [0] * len(workers)  # fingerprints of each worker so far
         for number, (name, shape) in enumerate(shapes.items()):
-            copies: dict[str, _Copies] = {}  # of each different part
-            kept = 0
+            copies: dict[str, _Copies] = defaultdict(list)  # of each different part
+            missing = math.prod(shape)  # elements
             for worker, parts in enumerate(workers):
                 for offset, size, stride in parts[number]:
-                    part = repr([offset, size, stride])
+                    part = f"{offset} {size} {stride}"
                     if part not in copies:
-                        copies[part] = []
-                        kept += math.prod(size)
+                        missing -= math.prod(size)
                     copies[part].append((worker, counts[worker]))
                     counts[worker] += 1
-            if kept != math.prod(shape):
-                self.refused[name] = f"{kept} of its {math.prod(shape)} elements are kept"
-            self._parts.append(list(copies.values()))
+            if missing:
+                elements = math.prod(shape)
+                self.refused[name] = f"{elements - missing} of its {elements} elements are kept"
+            self._parts[name] = list(copies.values())
 
     def sum(self, fingerprints: Sequence[Sequence[int]]) -> list[int | None]:
         """Returns the fingerprint of each parameter, given what each worker found of its parts.
         `None` stands for a refused parameter, and for one of which two workers keep the same part
         with different values."""
         sums = []
-        for name, parts in zip(self.names, self._parts, strict=True):
-            refused = name in self.refused
-            sums.append(None if refused else _sum_of_parts(parts, fingerprints))
+        for name, parts in self._parts.items():
+            total = None
+            if name not in self.refused:
+                total = _sum_of_parts(parts, fingerprints)
+            sums.append(total)
         return sums
 
 
@@ -245,6 +256,12 @@ class _Dim(NamedTuple):
     step: int  # from one index to the next in the parameter
     stride: int  # the same in memory
 
+    def fills_step_of(self, outer: "_Dim") -> bool:
+        """Returns whether the next index of `outer` goes on right behind this dimension's last."""
+        step = self.size * self.step
+        stride = self.size * self.stride
+        return step == outer.step and stride == outer.stride
+
 
 _NO_DIM = _Dim(1, 0, 0)
 
@@ -264,12 +281,12 @@ def _rectangles(values: Tensor, part: Part, width: int) -> Iterator[Rectangle]:
     """
     if not values.numel():
         return
-    row, column = divmod(part.offset, width)
+    first_row, first_column = divmod(part.offset, width)
     dims = []
     for size, step, stride in zip(part.size, part.stride, values.stride(), strict=True):
         if size != 1:
             dims.append(_Dim(size, step, stride))
-    if _cross_rows(dims, column, width):
+    if _cross_rows(dims, first_column, width):
         yield from _split_at_rows(values, dims, part, width)
         return
     row_dims = []
@@ -278,16 +295,19 @@ def _rectangles(values: Tensor, part: Part, width: int) -> Iterator[Rectangle]:
         if dim.step % width:
             column_dims.append(dim)
         else:
-            row_dims.append(dim._replace(step=dim.step // width))
+            rows_on = dim.step // width
+            row_dims.append(dim._replace(step=rows_on))
     rows, *more_rows = _merged(row_dims) or [_NO_DIM]
     columns, *more_columns = _merged(column_dims) or [_NO_DIM]
     size = (rows.size, columns.size)
     stride = (rows.stride, columns.stride)
     for rows_on, row_offset in _offsets(more_rows):
+        row = first_row + rows_on
         for columns_on, column_offset in _offsets(more_columns):
+            column = first_column + columns_on
             offset = values.storage_offset() + row_offset + column_offset
             matrix = values.as_strided(size, stride, offset)
-            yield Rectangle(matrix, row + rows_on, rows.step, column + columns_on, columns.step)
+            yield Rectangle(matrix, row, rows.step, column, columns.step)
 
 
 def _cross_rows(dims: Sequence[_Dim], column: int, width: int) -> bool:
@@ -311,18 +331,18 @@ def _split_at_rows(
         c  d  e  f      one whole row,
         g  h  i  .      and a beginning of 3.
     """
-    run = _merged(dims)
-    if len(run) > 1 or run[0].step != 1 or run[0].stride != 1:
+    flat = values.flatten()
+    if _merged(dims) != [_Dim(len(flat), step=1, stride=1)]:
         raise ValueError(
             f"elements at {part} cross the rows of a parameter, which are {width} entries long"
         )
-    flat = values.flatten()
-    end = -part.offset % width
-    whole = (len(flat) - end) // width * width
-    beginning = len(flat) - end - whole
+    end = -part.offset % width  # -2 % 4 = 2
+    beginning = (len(flat) - end) % width  # (9 - 2) % 4 = 3
+    whole = len(flat) - end - beginning
     first, middle, last = flat.split([end, whole, beginning])
+    rows = middle.view(-1, width)
     offset = part.offset
-    for piece in (first, middle.view(-1, width), last):
+    for piece in (first, rows, last):
         place = Part.whole(piece.shape).moved(offset)
         yield from _rectangles(piece, place, width)
         offset += piece.numel()
@@ -331,13 +351,11 @@ def _split_at_rows(
 def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
     """Returns dimensions, the largest first, after joining those that lie within each other on both
     sides. Sizes 2 and 4 with steps and strides of 4 and 1 become the size 8 with 1."""
-    merged: list[_Dim] = []
+    merged = []
     for dim in sorted(dims, key=attrgetter("step"), reverse=True):
-        if merged:
-            outer = merged[-1]
-            if (outer.step, outer.stride) == (dim.size * dim.step, dim.size * dim.stride):
-                merged.pop()
-                dim = dim._replace(size=dim.size * outer.size)
+        if merged and dim.fills_step_of(merged[-1]):
+            outer = merged.pop()
+            dim = dim._replace(size=dim.size * outer.size)
         merged.append(dim)
     return sorted(merged, key=attrgetter("size"), reverse=True)
 
@@ -345,13 +363,15 @@ def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
 def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
     """Yields, for all indices into these dimensions, how far they lead in the parameter and in
     memory. Without dimensions, that is (0, 0) once."""
-    for indices in itertools.product(*[range(dim.size) for dim in dims]):
-        on = 0
-        offset = 0
-        for index, dim in zip(indices, dims):
-            on += index * dim.step
-            offset += index * dim.stride
-        yield on, offset
+    if not dims:
+        yield 0, 0
+        return
+    outer, *inner = dims
+    for index in range(outer.size):
+        for on, offset in _offsets(inner):
+            outer_on = index * outer.step
+            outer_offset = index * outer.stride
+            yield outer_on + on, outer_offset + offset
 
 
 # -------------------------------------------------------------------------------------- on the CPU
@@ -363,24 +383,39 @@ def _sums(rectangle: Rectangle) -> Tensor:
     rows, columns = values.shape
     of_rows = _weights_of_both(row, row_step, rows, ROW_SALTS)  # (2, rows)
     of_columns = _weights_of_both(column, column_step, columns, COLUMN_SALTS)  # (2, columns)
+    offsets = of_rows.sum(1, keepdim=True) % P * OFFSET  # (2, 1), of a whole column
     factors = of_rows.double()
-    all_rows = of_rows.sum(1, keepdim=True) % P  # (2, 1)
     sums = torch.zeros(2, dtype=torch.int64)
     for left in range(0, columns, COLUMNS_AT_ONCE):
-        band = values[:, left : left + COLUMNS_AT_ONCE]
-        width = band.shape[1]
-        rows_at_once = max(1, AT_ONCE // width)
-        rows_at_once = min(EXACT_ROWS, rows_at_once)
-        by_column = (all_rows * OFFSET).repeat(1, width)  # (2, width)
-        for count, top in enumerate(range(0, rows, rows_at_once), start=1):
-            bottom = top + rows_at_once
-            products = factors[:, top:bottom] @ band[top:bottom].double()
-            by_column += products.long()
-            if count % REMAINDER_AFTER == 0:
-                by_column %= P
-        products = by_column % P * of_columns[:, left : left + COLUMNS_AT_ONCE]
-        sums += (products % P).sum(1)
+        right = left + COLUMNS_AT_ONCE
+        band = values[:, left:right]
+        by_column = offsets + _sums_by_column(factors, band)
+        products = by_column % P * of_columns[:, left:right]
+        products %= P
+        sums += products.sum(1)
     return sums % P
+
+
+def _sums_by_column(factors: Tensor, values: Tensor) -> Tensor:
+    """Returns the sum over the rows of each column, each entry times its row's weight for the first
+    and the second sum, int64 (2, columns).
+
+    Args:
+        factors: weights of the rows, float64 (2, rows).
+        values: entries, (rows, columns).
+    """
+    rows, columns = values.shape
+    rows_at_once = max(1, AT_ONCE // columns)
+    rows_at_once = min(EXACT_ROWS, rows_at_once)
+    sums = torch.zeros(2, columns, dtype=torch.int64)
+    for count, top in enumerate(range(0, rows, rows_at_once), start=1):
+        bottom = top + rows_at_once
+        entries = values[top:bottom].double()
+        products = factors[:, top:bottom] @ entries
+        sums += products.long()
+        if count % REMAINDER_AFTER == 0:
+            sums %= P
+    return sums
 
 
 def _weights_of_both(first: int, step: int, count: int, salts: tuple[int, int]) -> Tensor:
@@ -393,10 +428,14 @@ def _weights(first: int, step: int, count: int, salt: int) -> Tensor:
     2**30 share one, because each step (xor with a shifted copy, product with an odd number) can be
     undone. The multipliers are those of `lowbias32` of github.com/skeeto/hash-prospector (public
     domain), in 30 bits."""
-    x = torch.arange(count) * step + first + salt & POSITIONS
-    x = (x ^ x >> 15) * 0x21F0AAAD & POSITIONS
-    x = (x ^ x >> 14) * 0x135A2D97 & POSITIONS
-    return (x ^ x >> 15) + 1
+    positions = torch.arange(count) * step + first
+    x = positions + salt & POSITIONS
+    x = x ^ x >> 15
+    x = x * 0x21F0AAAD & POSITIONS
+    x = x ^ x >> 14
+    x = x * 0x135A2D97 & POSITIONS
+    x = x ^ x >> 15
+    return x + 1
 
 
 # --------------------------------------------------------------------------------------- on a GPU
@@ -405,23 +444,23 @@ def _weights(first: int, step: int, count: int, salt: int) -> Tensor:
 class _Kind(NamedTuple):
     """Names a variant of the kernel, which is compiled for itself."""
 
-    itemsize: int  # bytes of an element
+    bits: int  # of an entry
     packed: bool  # rows can be read 16 bytes at a time
     width: int  # columns that a program reads
 
 
-def _tables_of(rectangles: Sequence[tuple[int, Rectangle]]) -> dict[_Kind, Tensor]:
+def _tables_of(
+    rectangles: Sequence[tuple[int, Rectangle]], device: torch.device
+) -> dict[_Kind, Tensor]:
     """Returns a table for each kind of program, int64 (programs, `FIELDS`): where each reads, and
     what that counts for."""
-    entries: dict[_Kind, list[list[int]]] = {}
+    entries = defaultdict(list)
     for number, rectangle in rectangles:
         kind = _kind_of(rectangle.values)
-        table = entries.setdefault(kind, [])
-        table += _entries(rectangle, number, kind.width)
+        entries[kind] += _entries(rectangle, number, kind.width)
     tables = {}
     for kind, table in entries.items():
-        _, first = rectangles[0]
-        tables[kind] = torch.tensor(table, device=first.values.device)
+        tables[kind] = torch.tensor(table, device=device)
     return tables
 
 
@@ -429,11 +468,13 @@ def _kind_of(values: Tensor) -> _Kind:
     itemsize = values.element_size()
     columns = values.shape[1]
     row_stride, column_stride = values.stride()
+    distance = row_stride * itemsize  # from one row to the next, in bytes
+    length = columns * itemsize
     # Has a bit below 16 if a row begins or ends beside a multiple of 16 bytes.
-    borders = values.data_ptr() | row_stride * itemsize | columns * itemsize
+    borders = values.data_ptr() | distance | length
     packed = column_stride == 1 and borders % 16 == 0
     width = NARROW if columns % WIDE else WIDE
-    return _Kind(itemsize, packed, width)
+    return _Kind(8 * itemsize, packed, width)
 
 
 def _entries(rectangle: Rectangle, number: int, width: int) -> Iterator[list[int]]:
@@ -461,6 +502,7 @@ def _entries(rectangle: Rectangle, number: int, width: int) -> Iterator[list[int
 
 
 if triton is not None:
+    _FIELDS = tl.constexpr(FIELDS)
     _P = tl.constexpr(P)
     _OFFSET = tl.constexpr(OFFSET)
     _POSITIONS = tl.constexpr(POSITIONS)
@@ -473,9 +515,13 @@ if triton is not None:
     def _weight(position, salt: tl.constexpr):
         """Returns `_weights` of int64 positions, as int64."""
         x = (position + salt).to(tl.uint32) & _POSITIONS
-        x = ((x ^ (x >> 15)) * 0x21F0AAAD) & _POSITIONS
-        x = ((x ^ (x >> 14)) * 0x135A2D97) & _POSITIONS
-        return ((x ^ (x >> 15)) + 1).to(tl.int32).to(tl.int64)
+        x = x ^ (x >> 15)
+        x = (x * 0x21F0AAAD) & _POSITIONS
+        x = x ^ (x >> 14)
+        x = (x * 0x135A2D97) & _POSITIONS
+        x = x ^ (x >> 15)
+        weight = x + 1
+        return weight.to(tl.int32).to(tl.int64)
 
     @triton.jit
     def _folded(x):
@@ -484,17 +530,24 @@ if triton is not None:
         return (x & _P) + (x >> 31)
 
     @triton.jit
+    def _add_sum(result, total, ones, of_columns):
+        """Adds one of both sums to `result`: of the entries of each column, and of 1 for each
+        row."""
+        by_column = _folded(total + ones * _OFFSET)
+        products = _folded(by_column * of_columns)
+        tl.atomic_add(result, _folded(tl.sum(products)), sem="relaxed")
+
+    @triton.jit
     def _add_parts(
         table,
         sums,
         BITS: tl.constexpr,
         PACKED: tl.constexpr,
         COLUMNS: tl.constexpr,
-        FIELDS: tl.constexpr,
     ):
         """Adds what one entry of the table says to the two sums of its fingerprint."""
         program = tl.program_id(0).to(tl.int64)
-        entry = table + program * FIELDS
+        entry = table + program * _FIELDS
         address = tl.load(entry)
         counts = tl.load(entry + 1)
         rows = (counts >> 32).to(tl.int32)
@@ -506,7 +559,10 @@ if triton is not None:
         column = tl.load(entry + 6)
         column_step = tl.load(entry + 7)
         number = tl.load(entry + 8)
-        start = address.to(tl.pointer_type(tl.int8) if BITS == 8 else tl.pointer_type(tl.int16))
+        if BITS == 8:
+            start = address.to(tl.pointer_type(tl.int8))
+        else:
+            start = address.to(tl.pointer_type(tl.int16))
         if PACKED:  # which lets the compiler read 16 bytes at a time
             start = tl.multiple_of(start, 16)
             columns = tl.multiple_of(columns, 128 // BITS)
@@ -522,7 +578,8 @@ if triton is not None:
         ones_2 = tl.zeros([1], dtype=tl.int64)
         for i in range(rows):
             places = start + i * row_stride + j * column_stride
-            entries = tl.load(places, mask=inside, other=0).to(tl.int64)
+            entries = tl.load(places, mask=inside, other=0)
+            entries = entries.to(tl.int64)
             row_position = row + i * row_step
             of_row = _weight(row_position, _ROW_SALT)
             of_row_2 = _weight(row_position, _ROW_SALT_2)
@@ -533,10 +590,6 @@ if triton is not None:
         position = column + j * column_step
         of_columns = tl.where(inside, _weight(position, _COLUMN_SALT), 0)
         of_columns_2 = tl.where(inside, _weight(position, _COLUMN_SALT_2), 0)
-        by_column = _folded(total + ones * _OFFSET)
-        by_column_2 = _folded(total_2 + ones_2 * _OFFSET)
-        products = _folded(by_column * of_columns)
-        products_2 = _folded(by_column_2 * of_columns_2)
         first = sums + 2 * number
-        tl.atomic_add(first, _folded(tl.sum(products)), sem="relaxed")
-        tl.atomic_add(first + 1, _folded(tl.sum(products_2)), sem="relaxed")
+        _add_sum(first, total, ones, of_columns)
+        _add_sum(first + 1, total_2, ones_2, of_columns_2)

@@ -63,7 +63,9 @@ def open_storage(handle: dict) -> torch.Tensor:
     """Opens another process's storage as a flat `uint8` tensor on the same device."""
     num_bytes = int(handle["num_bytes"])
     if handle["kind"] == "memfd":
-        return _open_arena(int(handle["pid"]), int(handle["descriptor"]), num_bytes)
+        pid = int(handle["pid"])
+        descriptor = int(handle["descriptor"])
+        return _open_arena(pid, descriptor, num_bytes)
     allocation = [_decoded(part) for part in handle["allocation"]]
     return rebuild_cuda_tensor(
         torch.Tensor,
@@ -80,8 +82,9 @@ def open_storage(handle: dict) -> torch.Tensor:
 def _open_arena(pid: int, descriptor: int, num_bytes: int) -> torch.Tensor:
     path = f"/proc/{pid}/fd/{descriptor}"
     # torch.from_file would grow a file that is too small, so its size is checked first.
-    is_arena = os.readlink(path).startswith(f"/memfd:{FILE_NAME}")
-    if not is_arena or os.stat(path).st_size != num_bytes:
+    target = os.readlink(path)
+    size = os.stat(path).st_size
+    if not target.startswith(f"/memfd:{FILE_NAME}") or size != num_bytes:
         raise ValueError(f"{path} is not the server's weight memory of {num_bytes} bytes")
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from peft import (
     AutoPeftModelForCausalLM,
@@ -30,17 +29,14 @@ from peft import (
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
-from trl import ModelConfig
 
 from trl_atropos.distributed import on_main, together
-from trl_atropos.errors import CheckpointError, RecipeError, SaveError
-from trl_atropos.weights.adapters import EMBEDDING, HEAD, require_whole_model, trained_adapter
+from trl_atropos.errors import CheckpointError, SaveError
+from trl_atropos.weights.adapters import trained_adapter
 from trl_atropos.weights.gather import iter_adapter_parameters, unwrap
 from trl_atropos.weights.masters import MasterOptimizer
 from trl_atropos.weights.savable import save_generation
@@ -220,7 +216,9 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     hyperparameters."""
     groups = []
     for group in optimizer.param_groups:
-        groups.append({name: value for name, value in group.items() if name != "params"})
+        group = dict(group)
+        del group["params"]
+        groups.append(group)
     return groups
 
 
@@ -273,7 +271,7 @@ def _put_in_force(
     its `optim_args`."""
     stated = {part.split("=")[0].strip() for part in optim_args.split(",")}
     stated |= SETTINGS.keys()
-    changed: dict[str, tuple[Any, Any]] = {}  # setting -> its value in the checkpoint, and now
+    changed = {}  # setting -> its value in the checkpoint, and now
     for fresh_group, group in zip(fresh, optimizer.param_groups, strict=True):
         for name in stated & fresh_group.keys() & group.keys():
             if fresh_group[name] != group[name]:
@@ -333,7 +331,8 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    lacking = [*info["missing_keys"], *info["mismatched_keys"]]
+    lacking = sorted(map(str, lacking))
     if lacking:
         raise CheckpointError(
             f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: "
@@ -519,104 +518,3 @@ def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tens
             place.copy_(tensors[key])
     else:  # PEFT computes what it saves, for example of prompts
         set_peft_model_state_dict(model, dict(tensors), name)
-
-
-# ----------------------------------------------------------------- the model that a run begins with
-
-
-def require_causal_model(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` if the model cannot be loaded and trained. If it is `trusted`, code that
-    comes with it may run."""
-    name = model.model_name_or_path
-    require_whole_model(name)
-    try:
-        config = AutoConfig.from_pretrained(
-            name, revision=model.model_revision, trust_remote_code=trusted
-        )
-    # not there, or of an architecture that transformers does not know
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"The model {name!r} cannot be loaded: {_first_sentence(error)}",
-            seen=f"model_name_or_path: {name}",
-            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made "
-            "by `python recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this "
-            "machine can download or has cached.",
-            code="model",
-        ) from error
-    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have it
-    if config.is_encoder_decoder:
-        problem = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
-        fix = "Take a causal language model."
-    elif quantised is not None and not model.use_peft:
-        problem = (
-            f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and "
-            "take no gradient"
-        )
-        fix = (
-            "Take the checkpoint that it was made from, or train an adapter beside them "
-            "(`use_peft: true`)."
-        )
-    elif not config.architectures:
-        problem = "its config.json names no architecture"
-        fix = 'Add `"architectures"`, such as ["Qwen3ForCausalLM"].'
-    else:
-        problem, fix = _missing_class(config, name, model.model_revision, trusted)
-    if problem:
-        what = f"The model {name!r} cannot be trained: {problem}"
-        raise RecipeError(what, seen=f"model_name_or_path: {name}", fix=fix, code="model")
-
-
-def require_untied(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` for an adapter on one of two tied embeddings, which a server holds as
-    one tensor."""
-    targets = model.lora_target_modules or []
-    if isinstance(targets, str):
-        targets = [targets]
-    modules = {*targets, *(model.lora_modules_to_save or [])}
-    ends = sorted({EMBEDDING, HEAD} & modules)
-    if not ends:
-        return
-    config = AutoConfig.from_pretrained(
-        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trusted
-    )
-    if config.tie_word_embeddings:
-        raise RecipeError(
-            f"The adapter is on {ends[0]!r}, which is one tensor with the other embedding of this "
-            "model (`tie_word_embeddings`), and would train one of them alone",
-            seen=f"lora_target_modules, lora_modules_to_save: {', '.join(ends)}",
-            fix=f"Remove {ends[0]!r} there. From Python, "
-            f"`LoraConfig(modules_to_save=['{EMBEDDING}'], ensure_weight_tying=True)` trains "
-            "both as one, with `vllm_mode: server`.",
-            code="adapter",
-        )
-
-
-def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:
-    """Returns which of the model's classes cannot be loaded, and a fix; two empty texts if all
-    can."""
-    in_transformers = hasattr(transformers, config.architectures[0])
-    # a class that the checkpoint brings
-    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    try:
-        if in_transformers and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            problem = (
-                f"transformers has no causal language model for {config.model_type}, and no "
-                "processor of images is with it"
-            )
-            fix = "Take the whole checkpoint, or one of the language model alone."
-            # TRL's trainer needs that of images
-            transformers.AutoProcessor.from_pretrained(name, revision=revision)
-        elif code is not None and trusted and not in_transformers:
-            problem = (
-                "the code that comes with it does not run with transformers "
-                f"{transformers.__version__}"
-            )
-            fix = "Take a model whose class transformers has."
-            get_class_from_dynamic_module(code, name, revision=revision)
-    except (ImportError, OSError, ValueError, AttributeError) as error:
-        return f"{problem} ({_first_sentence(error)})", fix
-    return "", ""
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

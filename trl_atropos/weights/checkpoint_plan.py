@@ -34,21 +34,26 @@ class CheckpointPlan:
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
         self.model = model
-        self.shapes = shapes or {
-            name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()
-        }
-        markers = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in self.shapes.items()
-        }
+        if shapes is None:
+            shapes = {}
+            for name, tensor in model.named_parameters():
+                shapes[name] = (tensor.shape, tensor.dtype)
+        self.shapes = shapes
+        markers: Tensors = {}
+        for name, (shape, dtype) in shapes.items():
+            markers[name] = torch.empty(shape, dtype=dtype, device="meta")
         self.pieces = self._find_pieces(markers)
-        others = {name: marker for name, marker in markers.items() if name not in self.pieces}
-        self.groups = self._find_groups(others)
+        for name in self.pieces:
+            del markers[name]
+        self.groups = self._find_groups(markers)
 
     def _find_pieces(self, markers: Tensors) -> dict[str, list[CheckpointTensor]]:
         """Returns the views of each parameter that views cover."""
-        owners = {_storage_of(marker): name for name, marker in markers.items()}
-        views: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
+        owners = {}  # by storage
+        views: dict[str, list[CheckpointTensor]] = {}
+        for name, marker in markers.items():
+            owners[_storage_of(marker)] = name
+            views[name] = []
         for name, tensor in self._convert(markers).items():
             owner = owners.get(_storage_of(tensor))
             if owner is not None:
@@ -60,17 +65,19 @@ class CheckpointPlan:
                 )
                 views[owner].append(piece)
         pieces = {}
-        for name, marker in markers.items():
-            covered = sum(math.prod(piece.size) for piece in views[name])
-            if covered == marker.numel():
-                pieces[name] = views[name]
+        for name, candidates in views.items():
+            covered = 0  # elements
+            for piece in candidates:
+                covered += math.prod(piece.size)
+            if covered == markers[name].numel():
+                pieces[name] = candidates
         return pieces
 
     def _find_groups(self, markers: Tensors) -> dict[str, list[str]]:
         """Returns for each parameter all that are converted together with it. Two belong together
         if each of them alone would be converted to a tensor of the same name."""
-        groups: dict[str, list[str]] = {}
-        sources: dict[str, list[str]] = {}  # of each tensor
+        groups = {}
+        sources = {}  # of each tensor
         for name, marker in markers.items():
             group = [name]
             for tensor in self._convert({name: marker}):
@@ -90,10 +97,11 @@ class CheckpointPlan:
 
     def specs(self) -> list[ParameterSpec]:
         """Returns the parameters, with the checkpoint tensors of each that consists of views."""
-        return [
-            ParameterSpec.of(name, shape, dtype, self.pieces.get(name, []))
-            for name, (shape, dtype) in self.shapes.items()
-        ]
+        specs = []
+        for name, (shape, dtype) in self.shapes.items():
+            pieces = self.pieces.get(name, [])
+            specs.append(ParameterSpec.of(name, shape, dtype, pieces))
+        return specs
 
     def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
         """Yields a checkpoint's tensors for parameters that come one at a time. Those of a group

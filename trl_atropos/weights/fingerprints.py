@@ -24,7 +24,7 @@ from trl_atropos.distributed import together
 from trl_atropos.errors import FingerprintError
 from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
-from trl_atropos.tensors.fingerprint import Fingerprints, Part, fingerprint, joined
+from trl_atropos.tensors.fingerprint import Fingerprints, PlacedPart, fingerprint, joined
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.gather import (
     Entry,
@@ -150,12 +150,13 @@ class Proof:
         )
         if not refused:
             return
-        refused_by_reason: dict[str, list[str]] = {}
+        refused_by_reason = {}
         for name, reason in refused.items():
             refused_by_reason.setdefault(reason, []).append(name)
         reasons = []
         for reason, names in refused_by_reason.items():
-            reasons.append(f"{', '.join(names[:NAMED])} ({reason})")
+            some = ", ".join(names[:NAMED])
+            reasons.append(f"{some} ({reason})")
         logger.warning(
             "%d parameters of the server at %s cannot be compared bit for bit: %s.",
             len(refused),
@@ -216,19 +217,6 @@ def _some_of(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + others
 
 
-class LocalPart(NamedTuple):
-    """This rank's part of a parameter or buffer."""
-
-    values: torch.Tensor
-    part: Part
-    shape: torch.Size  # of the whole
-    number: int  # of its fingerprint in the result
-
-    @classmethod
-    def whole(cls, values: torch.Tensor, number: int) -> "LocalPart":
-        return cls(values, Part.whole(values.shape), values.shape, number)
-
-
 class OwnFingerprints:
     """
     Computes the trainer's fingerprints, of parameters in the dtypes in which they are published.
@@ -260,53 +248,61 @@ class OwnFingerprints:
         sharded = not is_whole(self.accelerator)
         if not (self.here or sharded):
             return NO_FINGERPRINTS
-        entries = self.entries()
-        parts = []
-        for number, entry in enumerate(entries):
+        parts = []  # of this rank
+        dtypes = []  # by the number of the fingerprint
+        for entry in self.entries():
             shape = shape_of(entry.parameter)
             for values, part in local_parts(entry.parameter, self.accelerator):
-                parts.append(LocalPart(values, part, shape, number))
-        buffers = [buffer for _, buffer in self.buffers()]
-        if not sharded or self.accelerator.is_main_process:
-            for number, buffer in enumerate(buffers, start=len(entries)):
-                parts.append(LocalPart.whole(buffer, number))
-        dtypes = [entry.dtype for entry in entries] + [buffer.dtype for buffer in buffers]
+                parts.append(PlacedPart(values, part, shape, len(dtypes)))
+            dtypes.append(entry.dtype)
+        for _, buffer in self.buffers():
+            if not sharded or self.accelerator.is_main_process:
+                parts.append(PlacedPart.whole(buffer, len(dtypes)))
+            dtypes.append(buffer.dtype)
         sums = self._of_parts(parts, dtypes)
         if sharded:
             sums = sums.to(self.accelerator.device)
             dist.all_reduce(sums)
         return sums
 
-    def _of_parts(self, parts: list[LocalPart], dtypes: list[torch.dtype]) -> torch.Tensor:
+    def _of_parts(self, parts: list[PlacedPart], dtypes: list[torch.dtype]) -> torch.Tensor:
         device = self.accelerator.device
+        addresses = []
         for part in parts:
-            is_converted = part.values.dtype != dtypes[part.number]
-            if is_converted or part.values.device.type != device.type:
+            values = part.values
+            is_converted = values.dtype != dtypes[part.number]
+            if is_converted or values.device.type != device.type:
                 return self._of_copies(parts, dtypes, device)
-        addresses = [part.values.data_ptr() for part in parts]
+            addresses.append(values.data_ptr())
         if self._prepared is None or self._addresses != addresses:
             self._addresses = addresses
             self._prepared = Fingerprints(parts, len(dtypes))
         return self._prepared.compute()
 
     def _of_copies(
-        self, parts: list[LocalPart], dtypes: list[torch.dtype], device: torch.device
+        self, parts: list[PlacedPart], dtypes: list[torch.dtype], device: torch.device
     ) -> torch.Tensor:
         """Converts the parts, or copies them to the device, one by one, because a copy of all might
         not fit."""
-        num_bytes = [part.values.numel() * dtypes[part.number].itemsize for part in parts]
-        if self._scratch.numel() < max(num_bytes):
-            self._scratch = torch.empty(max(num_bytes), dtype=torch.uint8, device=device)
+        num_bytes = []
+        for part in parts:
+            dtype = dtypes[part.number]
+            num_bytes.append(part.values.numel() * dtype.itemsize)
+        largest = max(num_bytes)
+        if self._scratch.numel() < largest:
+            self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
             self._converted = []
         sums = torch.zeros(len(dtypes), 2, dtype=torch.int64, device=device)
         for index, part in enumerate(parts):
-            scratch = self._scratch[: num_bytes[index]].view(dtypes[part.number])
-            copy = scratch.view(part.values.shape)
+            scratch = self._scratch[: num_bytes[index]]
+            copy = scratch.view(dtypes[part.number])
+            copy = copy.view(part.values.shape)
             copy.copy_(part.values)
             if index == len(self._converted):
                 in_scratch = part._replace(values=copy, number=0)
                 self._converted.append(Fingerprints([in_scratch], 1))
-            sums[part.number] += self._converted[index].compute()[0]
+            (sum_of_part,) = self._converted[index].compute()
+            sums[part.number] += sum_of_part
         return sums
 
 

@@ -16,7 +16,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.modes import RESTART, SERVER
 from trl_atropos.protocol import ParameterSpec
-from trl_atropos.server_client import ServerClient, Servers
+from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
@@ -73,7 +74,8 @@ class FixedMessage:
 
     @cached_property  # asked once all tensors are in it
     def num_bytes(self) -> int:
-        return message_layout(self.tensors)[1]
+        _, num_bytes = message_layout(self.tensors)
+        return num_bytes
 
 
 class FullWeights(Transfer):
@@ -127,7 +129,8 @@ class FullWeights(Transfer):
         opened = []
         num_bytes = 0
         for client in self.servers.clients:
-            views, _ = open_views(self._parameters(), client.attach(specs))
+            attachment = client.attach(specs)
+            views, _ = open_views(self._parameters(), attachment)
             opened.append(views)
             num_bytes += sum(view.nbytes for view in views.values())
         self.views = opened
@@ -176,7 +179,8 @@ class FullWeights(Transfer):
             parameters = itertools.chain(self._write_views(), self._buffers())
             gathered = self._plan.tensors(parameters)
             messages = self._pack(gathered)
-        return self._view_bytes + together(lambda: self._send_messages(messages, gathered))
+        sent_bytes = together(lambda: self._send_messages(messages, gathered))
+        return self._view_bytes + sent_bytes
 
     # ------------------------------------------------------------------------ copies that are noted
 
@@ -186,7 +190,7 @@ class FullWeights(Transfer):
         when training begins, and then the copies are noted and made anew."""
         if self._addresses:
             self._to_views()
-            if [tensor.data_ptr() for tensor in self._tensors] == self._addresses:
+            if _addresses_of(self._tensors) == self._addresses:
                 return True
         if not self._note_copies():
             return False
@@ -208,7 +212,7 @@ class FullWeights(Transfer):
                 copies.append((view, tensors[name]))
         self._to_views = Copies(copies)
         self._note_messages(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = _addresses_of(self._tensors)
         return True
 
     def _note_messages(self, tensors: Tensors) -> None:
@@ -303,7 +307,7 @@ class FullWeights(Transfer):
         known = []
         num_bytes = 0
         for tensors, content in messages:
-            receive = partial(_load_weights, tensors)
+            receive = methodcaller("load_weights", tensors)
             send_messages(self._channel, iter([content]), self.servers, receive)
             known.append(tensors)
             num_bytes += content.numel()
@@ -336,25 +340,24 @@ class FullWeights(Transfer):
                 num_bytes += content.numel()
                 yield content
 
-        numbers = list(range(len(self._known)))
-        calls = [numbers] if self._channel.streams else [[number] for number in numbers]
+        count = len(self._known)
+        calls = [[number] for number in range(count)]
+        if self._channel.streams:
+            calls = [list(range(count))]
         for call in calls:
-            receive = partial(_load_weights_again, call)
+            receive = methodcaller("load_weights_again", call)
             send_messages(self._channel, contents(call), self.servers, receive)
         return num_bytes
 
 
-def _load_weights(tensors: list[ParameterSpec], client: ServerClient) -> None:
-    client.load_weights(tensors)
-
-
-def _load_weights_again(numbers: list[int], client: ServerClient) -> None:
-    client.load_weights_again(numbers)
-
-
 def _num_bytes(spec: ParameterSpec) -> int:
     """Returns the bytes of a message with this tensor alone."""
-    return message_layout([spec])[1]
+    _, num_bytes = message_layout([spec])
+    return num_bytes
+
+
+def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 class Restart(Transfer):
@@ -395,10 +398,12 @@ class Restart(Transfer):
     def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> None:
         path = self.folder / f"v{version}"
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
-        base_model(self._trainer.model).save_pretrained(path, state_dict=state)
+        model = base_model(self._trainer.model)
+        model.save_pretrained(path, state_dict=state)
         self._trainer.processing_class.save_pretrained(path)
         self.servers.each_here(lambda client: client.restart(str(path)))
-        self._published = [*self._published, path][-KEPT_CHECKPOINTS:]
+        self._published.append(path)
+        kept = self._published[-KEPT_CHECKPOINTS:]
         for folder in list(self.folder.glob("v*")):  # of earlier runs, too
-            if folder not in self._published:
+            if folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)

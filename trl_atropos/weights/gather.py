@@ -10,7 +10,6 @@ before it asks for the next has one layer in memory beyond the shards, or two wh
 merged.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -127,8 +126,10 @@ def shapes_of(
 ) -> Shapes:
     """Returns the names, whole shapes and dtypes of the tensors that `iter_full_parameters` yields,
     in its order. Gathers nothing."""
-    entries = entries_of(model, accelerator, dtype)
-    return {entry.name: (shape_of(entry.parameter), entry.dtype) for entry in entries}
+    shapes = {}
+    for name, parameter, entry_dtype in entries_of(model, accelerator, dtype):
+        shapes[name] = (shape_of(parameter), entry_dtype)
+    return shapes
 
 
 def entries_of(
@@ -136,8 +137,10 @@ def entries_of(
 ) -> list[Entry]:
     """Returns the parameters of the plain model, without adapters, and the dtype of each in a
     publish."""
-    units = _full_units(model, accelerator, dtype)
-    return list(itertools.chain.from_iterable(unit.entries for unit in units))
+    entries = []
+    for unit in _full_units(model, accelerator, dtype):
+        entries += unit.entries
+    return entries
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
@@ -154,7 +157,8 @@ def local_parts(
     whole = Part.whole(shape_of(parameter))
     if sharding_of(accelerator) == "zero3":
         shard = parameter.ds_tensor.detach().flatten()
-        begin = shard.numel() * dist.get_rank(parameter.ds_process_group)
+        rank = dist.get_rank(parameter.ds_process_group)
+        begin = shard.numel() * rank
         count = min(shard.numel(), parameter.ds_numel - begin)  # the last ones are padded
         if count > 0:
             yield shard[:count], Part(begin, [count], [1])
@@ -162,7 +166,8 @@ def local_parts(
         first_row = _first_row(parameter)
         if first_row is not None:
             local = parameter.detach().to_local()
-            yield local, Part(first_row * whole.stride[0], list(local.shape), whole.stride)
+            offset = first_row * whole.stride[0]
+            yield local, Part(offset, list(local.shape), whole.stride)
     else:
         (tensor,) = _gather([parameter], accelerator)
         if is_whole(accelerator) or accelerator.is_main_process:
@@ -172,9 +177,10 @@ def local_parts(
 def _is_split_by_rows(parameter: torch.nn.Parameter) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    return all(
-        placement.is_replicate() or placement.is_shard(0) for placement in parameter.placements
-    )
+    for placement in parameter.placements:
+        if not placement.is_replicate() and not placement.is_shard(0):
+            return False
+    return True
 
 
 def _first_row(parameter: DTensor) -> int | None:
@@ -214,7 +220,8 @@ def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) ->
 
 def plain_name(name: str) -> str:
     """Returns a name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
+    parts = [part for part in name.split(".") if part not in TRANSPARENT]
+    return ".".join(parts)
 
 
 def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
@@ -253,14 +260,15 @@ def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     meanwhile."""
     places = []
     layers = []
+    states = []
     for module in unit.layer.modules():
         if isinstance(module, LoraLayer):
             layers.append(module)
+            states.append((list(module.merged_adapters), dict(module._caches)))
         for attribute, parameter in module.named_parameters(recurse=False):
             places.append(Place(module, attribute, parameter))
     tensors = _gather([place.parameter for place in places], accelerator)
     changing = {entry.parameter for entry in unit.entries}
-    states = [(layer, list(layer.merged_adapters), dict(layer._caches)) for layer in layers]
     try:
         for place in places:
             tensor = tensors.pop(0)
@@ -273,7 +281,7 @@ def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     finally:
         for place in places:
             place.put(place.parameter)
-        for layer, adapters, caches in states:
+        for layer, (adapters, caches) in zip(layers, states, strict=True):
             layer.merged_adapters[:] = adapters
             layer._caches = caches
     return [merged[entry.parameter] for entry in unit.entries]
@@ -319,14 +327,15 @@ def _full_units(
             "model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
     used = {}
+    dtypes = Counter()
     for prefix, module, layer in _walk(model):
         for leaf, parameter in module.named_parameters(recurse=False):
             used[prefix + leaf] = UsedParameter(parameter, layer)
+            dtypes[parameter.dtype] += 1
     _check_ties(model, used)
-    dtypes = Counter(use.parameter.dtype for use in used.values())
     usual_dtype, _ = dtypes.most_common(1)[0]
-    units: list[Unit] = []
-    seen: set[torch.nn.Parameter] = set()
+    units = []
+    seen = set()
     for name, (parameter, layer) in used.items():
         if parameter in seen:
             continue
@@ -353,7 +362,8 @@ def buffers_of(model: torch.nn.Module) -> list[Named]:
     """Returns the buffers that a checkpoint of the plain model holds, such as the bias of
     DeepSeek's and GLM's routers."""
     buffers = []
-    for prefix, module, _ in _walk(_without_adapters(unwrap(model))):
+    model = _without_adapters(unwrap(model))
+    for prefix, module, _ in _walk(model):
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
                 buffers.append((prefix + leaf, buffer))

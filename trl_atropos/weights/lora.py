@@ -30,12 +30,11 @@ from trl_atropos.modes import LORA, NCCL_LORA
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints
+from trl_atropos.tensors.fingerprint import Fingerprints, PlacedPart
 from trl_atropos.weights.adapters import tensors_of, trained_adapter
 from trl_atropos.weights.fingerprints import (
     NO_FINGERPRINTS,
     Fingerprinted,
-    LocalPart,
     fingerprinted_base,
     of_stream,
 )
@@ -140,8 +139,11 @@ class MemoryLora(Transfer):
         if not self.servers.clients:
             return NO_FINGERPRINTS
         if self._copy is None:
-            self._copy = unpack(torch.empty_like(self._message), self._tensors)
-            parts = [LocalPart.whole(slot, number) for number, slot in enumerate(self._copy)]
+            message = torch.empty_like(self._message)
+            self._copy = unpack(message, self._tensors)
+            parts = []
+            for number, slot in enumerate(self._copy):
+                parts.append(PlacedPart.whole(slot, number))
             self._copy_fingerprints = Fingerprints(parts, len(parts))
         self._fill(self._copy, values)
         return self._copy_fingerprints.compute()
@@ -188,11 +190,11 @@ class FileLora(Transfer):
     def _as_served(self, tensors: list[ParameterSpec]) -> Iterator[Named]:
         """Yields the adapter as vLLM has it after reading the files: B is scaled in the server's
         dtype."""
-        named = _adapter_of(self._trainer)
         scales = _scales_of(self._trainer.model, tensors)
         dtype = getattr(torch, self.servers.info.lora.dtype)
-        for number, (name, tensor) in enumerate(named):
-            yield name, tensor.to(dtype) * scales.get(number, 1)
+        for number, (name, tensor) in enumerate(_adapter_of(self._trainer)):
+            served = tensor.to(dtype)
+            yield name, served * scales.get(number, 1)
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
@@ -206,10 +208,12 @@ class FileLora(Transfer):
     def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         # vLLM tells cached prefixes apart by the path: a version of an earlier training must not
         # have the same.
-        path = self.folder / f"v{version}-{uuid.uuid4().hex[:8]}"
+        unique = uuid.uuid4().hex[:8]
+        path = self.folder / f"v{version}-{unique}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-        _config_of(self._trainer.model).save_pretrained(str(path))
+        config = _config_of(self._trainer.model)
+        config.save_pretrained(str(path))
         self._directories.append((version, path))
         self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
         self._remove_unused()
@@ -243,7 +247,10 @@ def _adapter_of(trainer: Any) -> Iterator[Named]:
 def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     """Returns the adapter's tensors, as the servers have them."""
     dtype = servers.info.lora.dtype
-    return [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in _adapter_of(trainer)]
+    specs = []
+    for name, tensor in _adapter_of(trainer):
+        specs.append(ParameterSpec.of(name, tensor.shape, dtype))
+    return specs
 
 
 def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
@@ -255,11 +262,15 @@ def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
         if not isinstance(module, LoraLayer):
             continue
         scale = float(module.scaling.get(adapter, 1.0))
+        layer = plain_name(name)
+        scales[f"{layer}.lora_B.weight"] = scale
+        scales[f"{layer}.lora_embedding_B"] = scale
+    factors = {}
+    for number, spec in enumerate(tensors):
+        scale = scales.get(spec.name, 1.0)
         if scale != 1.0:
-            layer = plain_name(name)
-            scales[f"{layer}.lora_B.weight"] = scale
-            scales[f"{layer}.lora_embedding_B"] = scale
-    return {index: scales[spec.name] for index, spec in enumerate(tensors) if spec.name in scales}
+            factors[number] = scale
+    return factors
 
 
 def _base_of(trainer: Any, servers: Servers) -> Fingerprinted:
@@ -288,10 +299,11 @@ def _require_servable(model: Any, servers: Servers) -> None:
         raise AttachError(
             "The server has no place for the adapter's next version: start it with `--max-loras 2`."
         )
-    adapter = {id(tensor) for tensor in tensors_of(model, trained_adapter(model)).values()}
+    adapter = tensors_of(model, trained_adapter(model))
+    adapter_ids = {id(tensor) for tensor in adapter.values()}
     others = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in adapter:
+        if parameter.requires_grad and id(parameter) not in adapter_ids:
             others.append(name)
     if others:
         raise AttachError(
