@@ -1,6 +1,6 @@
 """Refuses a model that a run cannot begin with, by its config alone.
 
-`recipe.check_files` calls `require_causal_model`, and for an adapter `require_untied`, on every rank,
+`recipe_checks.check_files` calls `require_causal_model`, and for an adapter `require_untied`, on every rank,
 before anything that takes long.
 """
 
