@@ -48,7 +48,7 @@ def test_settings_of_a_call_are_checked_like_a_recipe(tmp_path):
     with pytest.raises(RecipeError, match="Did you mean `max_steps`"):
         trl_atropos.run(ROOT / "recipes/quickstart/colocate.yaml", max_step=3)
     with (
-        pytest.raises(RecipeError, match="no/such.yaml"),
+        pytest.raises(RecipeError, match=r"no/such\.yaml"),
         trl_atropos.start_services("no/such.yaml"),
     ):
         pass
