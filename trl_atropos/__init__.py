@@ -11,6 +11,7 @@ from trl_atropos import logging
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
+    from trl_atropos.embedded import RunningServices, run, start_services
     from trl_atropos.rollouts.replay import ReplaySource
     from trl_atropos.rollouts.source import AtroposSource, RolloutSource
     from trl_atropos.trainer import AtroposGRPOTrainer
@@ -26,8 +27,11 @@ __all__ = [
     "PolicyPublisher",
     "ReplaySource",
     "RolloutSource",
+    "RunningServices",
     "__version__",
     "logging",
+    "run",
+    "start_services",
 ]
 
 _MODULES = {
@@ -38,6 +42,9 @@ _MODULES = {
     "PolicyPublisher": "weights.publisher",
     "ReplaySource": "rollouts.replay",
     "RolloutSource": "rollouts.source",
+    "RunningServices": "embedded",
+    "run": "embedded",
+    "start_services": "embedded",
 }
 
 

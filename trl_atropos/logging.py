@@ -18,6 +18,15 @@ LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR, "cri
 _root = logging.getLogger("trl_atropos")
 
 
+def _says_something(record: logging.LogRecord) -> bool:
+    """Hides a warning with which DeepSpeed would open every command on a machine without a GPU,
+    whether or not DeepSpeed is used."""
+    return not record.getMessage().startswith("Setting accelerator to CPU.")
+
+
+logging.getLogger("DeepSpeed").addFilter(_says_something)
+
+
 class _Console(logging.Handler):
     """Writes to stderr, above progress bars."""
 

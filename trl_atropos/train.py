@@ -14,20 +14,28 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trl_atropos.services.signals import die_with_launcher, install_handlers, interrupt_main_with
+from trl_atropos.services.signals import (
+    Interrupted,
+    die_with_launcher,
+    install_handlers,
+    interrupt_main_with,
+)
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
     from trl_atropos.config import AtroposGRPOConfig
     from trl_atropos.recipe import Recipe
     from trl_atropos.services.evaluations import Evaluator
     from trl_atropos.services.manager import Services
+    from trl_atropos.trainer import AtroposGRPOTrainer
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
@@ -98,14 +106,21 @@ def main() -> None:
     with without_vllm():
         from trl_atropos.recipe import parse
 
+    # TRL's parser prints its own help, which has every setting
+    words = ["--help" if word == "--help_all" else word for word in sys.argv[1:]]
+    recipe = None
     try:
-        # TRL's parser prints its own help, which has every setting
-        run(parse(["--help" if word == "--help_all" else word for word in sys.argv[1:]]))
+        recipe = parse(words)
+        run(recipe)
+    except Interrupted as end:
+        _tell_how_to_go_on(recipe, f"Interrupted ({end.signum.name}).")
+        raise
     except Exception as error:
         message = _message(error)
         if message is None:
             raise
         _print_error(message)
+        _tell_how_to_go_on(recipe)
         sys.exit(1)
 
 
@@ -223,12 +238,47 @@ def _show_warning(message: Warning | str, *where: Any) -> None:
 
 
 def _print_error(message: str) -> None:
+    _close_progress_bars()
+    sys.stderr.write(f"\ntrl_atropos: error: {message}\n")
+
+
+def _close_progress_bars() -> None:
+    """Closes them before a last message: at exit they would be drawn once more, below it."""
     from tqdm.auto import tqdm
 
     for bar in list(getattr(tqdm, "_instances", ())):
-        bar.close()  # at exit it would be drawn once more, below the message
+        bar.close()
     sys.stdout.flush()
-    sys.stderr.write(f"\ntrl_atropos: error: {message}\n")
+
+
+def _tell_how_to_go_on(recipe: "Recipe | None", reason: str = "") -> None:
+    """Says what a run has saved before it was interrupted, or ended by an error, and how to go on.
+    Says nothing if an error ended it before its first checkpoint."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    saved = None if recipe is None else _last_checkpoint(recipe)
+    if saved is not None:
+        told = (
+            f"The last checkpoint is {saved}, of {recipe.training.max_steps} steps: the same "
+            "command with `--resume_from_checkpoint true` goes on there."
+        )
+    elif reason:
+        told = "Nothing is saved: there was no checkpoint yet (`save_steps`)."
+    else:
+        return
+    _close_progress_bars()
+    sys.stderr.write("\ntrl_atropos: " + f"{reason} {told}".lstrip() + "\n")
+
+
+def _last_checkpoint(recipe: "Recipe") -> str | None:
+    """Returns the folder of the last checkpoint that is whole, or `None`."""
+    from trl_atropos.weights.checkpoint import checkpoint_folders, state_of
+
+    last = None
+    for _step, folder in checkpoint_folders(recipe.training.output_dir):
+        if state_of(folder) is not None:
+            last = str(folder)
+    return last
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -273,12 +323,30 @@ def _lost_contact(error: Exception) -> str | None:
     return None
 
 
-def run(recipe: "Recipe") -> None:
-    """Checks the files of a recipe, starts its services, trains, and stops them."""
+def run(recipe: "Recipe", callbacks: Sequence["TrainerCallback"] = ()) -> "AtroposGRPOTrainer":
+    """Starts the services of a recipe, trains, saves the model, and stops the services. Returns the
+    trainer."""
+    from trl_atropos.errors import AttachError, ServerError, ServerTimeout
+
+    with running_services(recipe) as (recipe, services, evaluator):
+        try:
+            return train(recipe, services, evaluator, callbacks)
+        except ServerError as error:
+            if not isinstance(error, AttachError | ServerTimeout):
+                # if it is a service that dies, its name and log say more
+                services.await_death(DYING_SECONDS)
+            raise
+
+
+@contextlib.contextmanager
+def running_services(
+    recipe: "Recipe",
+) -> Iterator[tuple["Recipe", "Services", "Evaluator | None"]]:
+    """Checks the files of a recipe, and runs its services during the block. Yields the recipe as it
+    is after the checks."""
     from accelerate import PartialState
 
     from trl_atropos import distributed as ranks
-    from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.recipe_checks import check_files, check_reports
     from trl_atropos.report.hub import make_repository
@@ -303,13 +371,7 @@ def run(recipe: "Recipe") -> None:
             ranks.on_main(lambda: start_services(recipe, services, evaluator))
         if PartialState().is_main_process:
             services.watch(interrupt_main_with, Disconnector(services, training.atropos_url).ended)
-        try:
-            train(recipe, services, evaluator)
-        except ServerError as error:
-            if not isinstance(error, AttachError | ServerTimeout):
-                # if it is a service that dies, its name and log say more
-                services.await_death(DYING_SECONDS)
-            raise
+        yield recipe, services, evaluator
 
 
 def set_up_logging(training: "AtroposGRPOConfig") -> None:
@@ -452,27 +514,22 @@ def _module(name: str, url: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments, *address]
 
 
-def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None") -> None:
-    """Builds the trainer, trains, saves, and writes the run's summary."""
+def train(
+    recipe: "Recipe",
+    services: "Services",
+    evaluator: "Evaluator | None",
+    callbacks: Sequence["TrainerCallback"] = (),
+) -> "AtroposGRPOTrainer":
+    """Builds the trainer, trains, saves, and writes the run's summary. Returns the trainer."""
     with without_vllm():
-        from trl import get_peft_config, get_quantization_config
-
-        from trl_atropos.trainer import AtroposGRPOTrainer, source_of
+        from trl_atropos.trainer import AtroposGRPOTrainer
     from trl_atropos.errors import PushError
-    from trl_atropos.services.environments import Supervisor
     from trl_atropos.weights.checkpoint import disk_errors
 
-    model = recipe.model
-    training = recipe.with_training(model_init_kwargs=_model_init_kwargs(recipe)).training
-    trainer = AtroposGRPOTrainer(
-        model=model.model_name_or_path,
-        args=training,
-        rollout_source=source_of(training, Supervisor(services, interrupt_main_with)),
-        evaluator=evaluator,
-        peft_config=get_peft_config(model),
-        quantization_config=get_quantization_config(model),
-    )
-    trainer.run_log.model = asdict(model)
+    arguments = trainer_arguments(recipe, services, evaluator)
+    trainer = AtroposGRPOTrainer(**arguments, callbacks=list(callbacks))
+    training = trainer.args
+    trainer.run_log.model = asdict(recipe.model)
     trainer.environment_commands = {spec.name: spec.line for spec in recipe.environments}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     try:
@@ -487,6 +544,29 @@ def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None")
         raise
     _summarise(trainer)
     trainer.accelerator.end_training()
+    return trainer
+
+
+def trainer_arguments(
+    recipe: "Recipe", services: "Services", evaluator: "Evaluator | None"
+) -> dict[str, Any]:
+    """Returns the keyword arguments of a trainer for a recipe whose services run: `model`, `args`,
+    `rollout_source`, `evaluator`, `peft_config` and `quantization_config`."""
+    with without_vllm():
+        from trl import get_peft_config, get_quantization_config
+
+        from trl_atropos.trainer import source_of
+    from trl_atropos.services.environments import Supervisor
+
+    training = recipe.with_training(model_init_kwargs=_model_init_kwargs(recipe)).training
+    return {
+        "model": recipe.model.model_name_or_path,
+        "args": training,
+        "rollout_source": source_of(training, Supervisor(services, interrupt_main_with)),
+        "evaluator": evaluator,
+        "peft_config": get_peft_config(recipe.model),
+        "quantization_config": get_quantization_config(recipe.model),
+    }
 
 
 def _model_init_kwargs(recipe: "Recipe") -> dict[str, Any] | None:

@@ -141,6 +141,9 @@ def test_ctrl_c_ends_a_run_in_order_and_leaves_no_process(story):
     services = ["atropos", "vllm", "environment-by_group", "environment-one_by_one"]
     assert [name for name in services if f"Stopped {name} in " not in after] == []
     assert story.checkpoint < STEPS
+    farewell = re.search(r"trl_atropos: Interrupted \(SIGINT\)\. .*", after)
+    assert f"checkpoint-{story.checkpoint}, of {STEPS} steps" in farewell[0]
+    assert "`--resume_from_checkpoint true`" in farewell[0]
 
 
 def test_the_run_goes_on_at_the_step_of_its_checkpoint(story):

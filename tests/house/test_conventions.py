@@ -148,6 +148,15 @@ def test_exit_codes_tell_wrong_use_from_failure(words, code):
     assert (out or err).strip()
 
 
+@pytest.mark.parametrize("command", ["train", "check", "try", "eval", "init", "slurm"])
+def test_command_without_words_says_what_is_missing(command):
+    status, out, err = cli(command)
+    assert (status, out) == (2, "")
+    usage, error = err.splitlines()
+    assert usage.startswith(f"usage: trl-atropos {command} ")
+    assert error.startswith(f"trl-atropos {command}: error: name a ")
+
+
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("chekc", "check")])
 def test_mistyped_command_is_corrected(typed, meant):
     status, out, err = cli(typed, "recipe.yaml")

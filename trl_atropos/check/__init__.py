@@ -123,9 +123,12 @@ class Report:
 
 def main(argv: list[str]) -> None:
     """Prints the findings, and exits with the code that the help text names."""
-    if not argv or {"-h", "--help"} & set(argv):
-        build_parser().print_help()
-        sys.exit(0 if argv else 2)
+    parser = build_parser()
+    if not argv:
+        parser.error(f"name a recipe, a YAML file; `{parser.prog} --help` says more")
+    if {"-h", "--help"} & set(argv):
+        parser.print_help()
+        sys.exit(0)
     with contextlib.redirect_stdout(sys.stderr):  # libraries such as DeepSpeed write to stdout
         report = examine(argv)
     if "--json" in argv:

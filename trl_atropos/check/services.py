@@ -20,12 +20,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.check.launch import Case, Launch, refused
+from trl_atropos.check.scripts import mistakes
 from trl_atropos.check.settings import requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import AtroposClient
+from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environment_source import parse_script, reshaping_requests
 from trl_atropos.services.manager import (
@@ -60,6 +62,8 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
             yield from _port_in_use("the vLLM server", setting, url, "start_vllm")
         elif not launch.elsewhere and _answers(url):
             yield from _wrong_answer(ServerClient(url, ANSWER).info, f"{setting}: {url}")
+    if config.start_vllm:
+        yield from _flags(recipe)
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         gpus, _ = parallel(recipe.vllm_flags())
@@ -77,6 +81,13 @@ def _wrong_answer(greet: Callable[[], Any], seen: str) -> Iterator[Finding]:
     for finding in refused(greet, seen):
         finding.level = WARNING  # another may be there when the run begins
         yield finding
+
+
+def _flags(recipe: Recipe) -> Iterator[Finding]:
+    """Yields the flags of the server that vLLM does not have."""
+    for flag, meant in unknown_flags(recipe.vllm_flags()).items():
+        fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
+        yield Finding("vLLM has no such flag", f"vllm_args: {flag}", fix, "vllm-flag")
 
 
 def _answers(url: str) -> bool:
@@ -276,6 +287,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
     if not path.is_file():
         yield _finding(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
         return
+    yield from mistakes(spec, python, path)
     transformers = installed.get("transformers", "0")
     is_new = int(transformers.partition(".")[0]) >= 5
     if is_new and BROKEN in path.read_text("utf-8", "replace"):

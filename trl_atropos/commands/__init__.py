@@ -51,11 +51,14 @@ def _make_parser(command: str, arguments: str, description: str) -> argparse.Arg
     )
 
 
-def _require_words(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """Prints the help and exits with 2 if a command got no words."""
+def require_words(
+    parser: argparse.ArgumentParser,
+    words: list[str],
+    missing: str = "a recipe, a YAML file such as recipes/quickstart/colocate.yaml",
+) -> None:
+    """Exits with 2, and says what is missing, if a command got no words."""
     if not words:
-        parser.print_help()
-        sys.exit(2)
+        parser.error(f"name {missing}; `{parser.prog} --help` says more")
 
 
 # -------------------------------------------------------------------------------------------- train
@@ -66,9 +69,11 @@ def train(words: list[str]) -> None:
     130 after Ctrl-C. Unlike `accelerate launch`, it waits until the trainer has cleaned up."""
     from trl_atropos.train import apply_recipe_environment, print_help
 
-    if {"-h", "--help"} & set(words) or not words:
-        print_help("trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]")
-        sys.exit(0 if words else 2)
+    arguments = "RECIPE [accelerate's flags] [--SETTING VALUE ...]"
+    require_words(_make_parser("train", arguments, ""), words)
+    if {"-h", "--help"} & set(words):
+        print_help(f"trl-atropos train {arguments}")
+        sys.exit(0)
     # The terminal sends them to the trainer, too, and this process waits for that.
     interrupts: list[int] = []
 
@@ -175,7 +180,7 @@ def evaluate(words: list[str]) -> None:
     usage = "RECIPE [--checkpoint FOLDER] [--SETTING VALUE ...]"
     parser = _make_parser("eval", usage, EVAL)
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the recipe's model")
-    _require_words(parser, words)
+    require_words(parser, words)
     options, settings = parser.parse_known_args(words)
     install_handlers()
     from trl_atropos.recipe import parse
@@ -255,7 +260,7 @@ def rehearse(words: list[str]) -> None:
     """Shows one group of each environment. Exits with the code that the help names."""
     usage = "RECIPE [accelerate's flags] [--SETTING VALUE ...]"
     parser = _make_parser("try", usage, TRY)
-    _require_words(parser, words)
+    require_words(parser, words)
     parser.parse_known_args(words)  # prints the help
     install_handlers()
     from trl_atropos.train import apply_recipe_environment
@@ -290,7 +295,7 @@ def init(words: list[str]) -> None:
     """Writes the template of an environment into a new folder."""
     parser = _make_parser("init", "NAME", INIT)
     parser.add_argument("folder", metavar="NAME", help="a folder that does not exist")
-    _require_words(parser, words)
+    require_words(parser, words, "a new folder")
     options = parser.parse_args(words)
     folder = Path(options.folder)
     name = options.folder.rstrip("/")
@@ -346,7 +351,7 @@ def _renamed(text: str, name: str) -> str:
 def slurm(words: list[str]) -> None:
     """Prints the batch script, or writes it to `--output`."""
     parser = slurm_parser()
-    _require_words(parser, words)
+    require_words(parser, words)
     options, settings = parser.parse_known_args(words)
     made_by = shlex.join(["trl-atropos", "slurm", *words])
     try:

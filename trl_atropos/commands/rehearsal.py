@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
 from trl_atropos.services.service_log import tail
+from trl_atropos.services.stacks import where_is
 from trl_atropos.train import start_services
 
+logger = getLogger(__name__)
+
 POLL = 0.1  # seconds
+MESSAGE_EVERY = 30.0  # seconds
 LINES = 4  # of a completion that are shown
 REQUEST_TIMEOUT = 60.0  # seconds that a server may take to say which versions sampled
 
@@ -152,13 +157,22 @@ def _ask(
     go, result = _files(recipe, spec)
     limit = recipe.services.service_timeout
     go.touch()
-    deadline = time.monotonic() + limit
+    began = time.monotonic()
+    last_message = 0.0
     while services.exit_code(service) is None and not _is_whole(result):
         services.check()
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > limit:
             what = f"{service.name} did not finish a group within {limit:g} s (`service_timeout`)"
+            place = where_is(service, services.stacks_dir)
+            if place:
+                what += f": its code is {place}"
             fix = f"Look at its log, {service.log_path.absolute()}, or give it longer."
             raise ServiceError(what, fix=fix)
+        if waited >= last_message + MESSAGE_EVERY:
+            last_message = waited
+            place = where_is(service, services.stacks_dir) or "at work"
+            logger.info("%s has begun a group %.0f s ago, and is %s", service.name, waited, place)
         time.sleep(POLL)
     services.end(service)
     return json.loads(result.read_text()) if _is_whole(result) else None

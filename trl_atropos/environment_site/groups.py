@@ -26,6 +26,7 @@ import os
 import sys
 import traceback
 
+import environment_stacks
 from run import carry_fields, refuse_unknown_settings, run_script
 from sitecustomize import describe, place_of
 
@@ -115,6 +116,7 @@ def write_line(output, index, fields):
 
 
 def main():
+    environment_stacks.install()
     from atroposlib.envs.base import BaseEnv
 
     carry_fields(BaseEnv)

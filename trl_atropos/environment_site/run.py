@@ -21,6 +21,8 @@ import runpy
 import sys
 import types
 
+import environment_stacks
+
 # Fields of what `collect_trajectory` returns that Atropos does not copy into the group.
 CARRIED = ("inference_logprobs", "distill_token_ids", "distill_logprobs")
 
@@ -151,6 +153,7 @@ def run_script(script):
 
 
 def main():
+    environment_stacks.install()
     from atroposlib.envs.base import BaseEnv
 
     shorten_sleeps(BaseEnv)

@@ -36,6 +36,7 @@ def _make_explained_record(*args, **kwargs):
     record = _make_record(*args, **kwargs)
     if not record.pathname.endswith(ATROPOS):
         return record
+    _answer_runs()
     text = str(record.msg)
     error = sys.exc_info()[1]
     if text.startswith(SUCCESS):
@@ -46,6 +47,14 @@ def _make_explained_record(*args, **kwargs):
     elif record.levelno >= logging.ERROR and error is not None:
         _explain(record, error)
     return record
+
+
+def _answer_runs():
+    """Makes this process tell where its code stands: it is an environment, and no tool that one
+    has started."""
+    import environment_stacks  # here, because every Python below an environment loads this file
+
+    environment_stacks.install()
 
 
 def _explain(record, error):

@@ -5,6 +5,9 @@ environments, the settings and the versions of the run.
 has neither secrets nor paths of this machine.
 """
 
+import contextlib
+import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,6 +19,7 @@ from huggingface_hub import ModelCard
 from transformers import TrainerState
 
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.report.run_folder import LOG
 from trl_atropos.report.run_log import SECRET, changed, portable, portable_value, versions
 from trl_atropos.report.summary import CURVE, draw_reward_curve, evaluation_lines
 from trl_atropos.services.evaluations import Result
@@ -24,6 +28,7 @@ from trl_atropos.services.evaluations import Result
 LEFT_OUT = re.compile(
     r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug"
 )
+RESUMES = {"resume_from_checkpoint"}  # differs in every run that was resumed
 CITATIONS = "## Citations"  # heading in TRL's template, above which our sections stand
 SETTINGS = """\
 <details><summary>Every setting that differs from its default</summary>
@@ -54,6 +59,8 @@ def complete_card(
     folder = Path(args.output_dir)
     card = ModelCard.load(folder / "README.md")
     card.data.pipeline_tag = "text-generation"
+    if card.data.get("licence") == "license":  # TRL's template has this in place of one
+        card.data.pop("licence")
     if adapters:
         card.data.library_name = "peft"
     logs = [entry for entry in state.log_history if "reward" in entry]
@@ -78,6 +85,9 @@ def complete_card(
         one_line = portable(" ".join(command.split()))
         parts.append(f"`{name}`:\n\n```bash\n{one_line}\n```")
     parts += ["### Settings", _settings(args, base, adapters)]
+    earlier = earlier_settings(folder)
+    if earlier:
+        parts += ["The run was resumed. Before, it had other settings:", _bullets(earlier)]
     lines = [f"{name}: {version}" for name, version in versions().items()]
     parts += ["### Versions", _bullets(lines)]
 
@@ -115,6 +125,32 @@ def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> st
         settings["adapters"].append(kind | _changed_values(config))
     dumped = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
     return SETTINGS.format(dumped)
+
+
+def earlier_settings(folder: Path) -> list[str]:
+    """Returns for each part of a run that was resumed with other settings which steps it took and
+    what was different, such as ``steps 1 to 4: `learning_rate: 0.001` ``. Reads the run's log."""
+    begins = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / LOG).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # a line that was cut
+                record = json.loads(line)
+                if "begin" in record:
+                    begins.append(record)
+    lines = []
+    for part, resumed in itertools.pairwise(begins):
+        differences = []
+        for name, value in part["config"].items():
+            is_stated = not LEFT_OUT.fullmatch(name) and not SECRET.search(name)
+            if is_stated and name not in RESUMES and value != begins[-1]["config"].get(name):
+                differences.append(f"`{name}: {portable_value(value)}`")
+        # What the part did beyond the checkpoint that was resumed from is lost.
+        first = part["begin"] + 1
+        last = resumed["begin"]
+        if differences and first <= last:
+            steps = f"steps {first} to {last}" if last > first else f"step {first}"
+            lines.append(f"{steps}: {', '.join(differences)}")
+    return lines
 
 
 def _changed_values(settings: Any) -> dict[str, Any]:

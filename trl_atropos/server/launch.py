@@ -19,6 +19,7 @@ from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
+from trl_atropos.server.vllm_flags import unknown_flags
 
 # Flags that hold if the command line does not set them. Loopback only: the control routes change
 # weights. The model's own generation_config.json would change how environments sample.
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of our own flags; vLLM parses the others."""
     parser = argparse.ArgumentParser(
         prog="trl-atropos serve",
+        usage="trl-atropos serve MODEL [--vllm_mode MODE] [--numerics NUMERICS] [vLLM's flags]",
         description="Start the vLLM server that environments sample from and a trainer keeps in "
         "step with.",
         epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need "
@@ -86,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
             '`pip install "trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment '
             "with it."
         )
+    _refuse_unknown_flags(parser, given)
     stated = DEFAULTS | server_flags(given)
     host = stated["--host"]
     port = stated["--port"]
@@ -127,6 +130,15 @@ def main(argv: list[str] | None = None) -> None:
     from trl_atropos.server.compat import run_server
 
     run_server()
+
+
+def _refuse_unknown_flags(parser: argparse.ArgumentParser, given: list[str]) -> None:
+    """Ends the process with one line if vLLM would with all of its usage."""
+    if "--model" in server_flags(given):
+        parser.error("write the model without `--model`: `trl-atropos serve MODEL`")
+    for flag, meant in unknown_flags(given).items():
+        fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
+        parser.error(f"vLLM has no flag `{flag}`. {fix}")
 
 
 def vllm_arguments(

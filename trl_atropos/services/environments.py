@@ -21,6 +21,7 @@ from pathlib import Path
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
+from trl_atropos.services.stacks import where_is
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +184,10 @@ class Supervisor:
             undelivered = log.undelivered()
             if undelivered:
                 with_reasons.append(
-                    f"{service.name}: {'; '.join(undelivered)}. It {_state_of(service)}"
+                    f"{service.name}: {'; '.join(undelivered)}. It {self._state_of(service)}"
                 )
             else:
-                without_reasons.append(f"{service.name} {_state_of(service)}")
+                without_reasons.append(f"{service.name} {self._state_of(service)}")
         return " ".join([*with_reasons, reason, *without_reasons])
 
     def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
@@ -199,6 +200,19 @@ class Supervisor:
                     self._logs[service.name] = log
                 pairs.append((service, self._logs[service.name].read()))
         return pairs
+
+    def _state_of(self, service: Service) -> str:
+        """Returns what an environment does, such as `has been running for 31 s, and its code is in
+        score, environment.py:76. Its log: FILE.`"""
+        state = f"has been running for {time.monotonic() - service.started:.0f} s"
+        if service.down:
+            state = "has ended and is about to be started again"
+        if service.restarts:
+            state += f" (restarted {service.restarts} times)"
+        place = where_is(service, self._services.stacks_dir)
+        if place:
+            state += f", and its code is {place}"
+        return f"{state}. Its log: {service.log_path}."
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
@@ -219,16 +233,6 @@ class Supervisor:
 def _start_of(pair: tuple[Service, EnvironmentLog]) -> float:
     service, _log = pair
     return service.started
-
-
-def _state_of(service: Service) -> str:
-    """Returns what an environment does, such as `has been running for 7 s. Its log: FILE.`"""
-    state = f"has been running for {time.monotonic() - service.started:.0f} s"
-    if service.down:
-        state = "has ended and is about to be started again"
-    if service.restarts:
-        state += f" (restarted {service.restarts} times)"
-    return f"{state}. Its log: {service.log_path}."
 
 
 class Disconnector:

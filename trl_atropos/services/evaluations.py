@@ -42,6 +42,7 @@ from trl_atropos.services.evaluation_results import (
 )
 from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.service_log import tell_work
+from trl_atropos.services.stacks import where_is
 
 logger = logging.getLogger(__name__)
 
@@ -285,6 +286,9 @@ class Evaluator:
         seconds = time.monotonic() - process.began
         if code is None:
             what = f"it did not end within {self._timeout:g} s (`eval_timeout`)"
+            place = where_is(process.service, self._services.stacks_dir)
+            if place:
+                what += f": its code is {place}"
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
         if code:
             what = f"it ended with exit code {code}"

@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 from trl_atropos.services.service_log import cause_of_end, end_of, tail, tell_work
+from trl_atropos.services.stacks import FOLDER_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ class Services(contextlib.AbstractContextManager):
 
     def __init__(self, log_dir: str | Path) -> None:
         self.log_dir = Path(log_dir)
+        # where environments write down where their code stands: see `stacks.py`
+        self.stacks_dir = self.log_dir.absolute() / "stacks"
         self._services: dict[str, Service] = {}
         self._nothing_left = threading.Event()
         self._reaping = threading.Lock()
@@ -139,6 +142,7 @@ class Services(contextlib.AbstractContextManager):
         options = ["--parent", str(os.getpid()), "--grace", str(GRACE), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
         variables = _variables_without_launcher()
+        variables[FOLDER_VARIABLE] = str(self.stacks_dir)
         folder = ""
         if scratch:
             folder = tempfile.mkdtemp(prefix=SCRATCH)

@@ -94,6 +94,27 @@ def install_handlers() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
+@contextmanager
+def handlers() -> Iterator[None]:
+    """Installs the handlers during the block, in a program that has its own before and after.
+    Raises `RuntimeError` outside the main thread, which gets no signals."""
+    global _state
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a run must be started from the main thread of its program")
+    usual_state = _state
+    usual_handlers = {}
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        usual_handlers[signum] = signal.getsignal(signum)
+    install_handlers()
+    try:
+        yield
+    finally:
+        for signum, handler in usual_handlers.items():
+            if handler is not None:  # it was set from outside of Python, and cannot be set again
+                signal.signal(signum, handler)
+        _state = usual_state
+
+
 def _handle(signum: int, _frame: FrameType | None) -> None:
     state = _state
     if state.ending:

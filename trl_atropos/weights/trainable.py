@@ -1,7 +1,7 @@
 """Refuses a model that a run cannot begin with, by its config alone.
 
-`recipe_checks.check_files` calls `require_causal_model`, and for an adapter `require_untied`, on every rank,
-before anything that takes long.
+`recipe_checks.check_files` calls `require_causal_model`, and for an adapter `require_untied`, on
+every rank, before anything that takes long.
 """
 
 from typing import Any

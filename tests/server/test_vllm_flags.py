@@ -1,0 +1,61 @@
+"""Flags of vLLM that are known from its source, against vLLM's own parser."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trl_atropos.server.vllm_flags import known_flags, unknown_flags
+
+PARSER = """
+import json
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+flags = [flag for action in parser._actions for flag in action.option_strings]
+print("FLAGS" + json.dumps([flag for flag in flags if flag.startswith("--")]))
+"""
+
+
+@pytest.mark.slow(20)
+def test_every_flag_of_vllm_is_known():
+    done = subprocess.run(
+        [sys.executable, "-c", PARSER], capture_output=True, text=True, timeout=300, check=True
+    )
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FLAGS"))
+    flags = json.loads(line.removeprefix("FLAGS"))
+    assert len(flags) > 200
+    assert unknown_flags([flag for flag in flags if flag != "--help"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--max-model-lenn", "--max-model-len"),
+        ("--enforce_eagre", "--enforce-eager"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--no-such-flag-at-all", None),
+    ],
+)
+def test_misspelt_flag_is_found_with_its_correction(flag, meant):
+    (found,) = unknown_flags([flag, "1", "--seed", "3"]).items()
+    assert found == (flag.replace("_", "-"), meant)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max_model_len", "512"],
+        ["--no-enforce-eager"],
+        ["--compilation-config.mode", "0"],
+        ["-tp", "2", "--seed=1"],
+        ["--max-num-seqs", "8", "--chat-template", "none.jinja", "--lora-modules", "a=b"],
+    ],
+)
+def test_right_flags_are_known_in_every_spelling(words):
+    assert known_flags()
+    assert unknown_flags(words) == {}
