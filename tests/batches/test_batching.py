@@ -48,9 +48,7 @@ def tokens(lengths: np.ndarray, a_plan, rank: int, ranks: int = 1) -> tuple[int,
 @pytest.mark.parametrize(
     ("ranks", "steps", "together"), [(1, 1, 1), (1, 8, 8), (4, 2, 2), (3, 6, 2), (2, 4, 1)]
 )
-def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(
-    ranks, steps, together, max_tokens
-):
+def test_plan_has_each_row_once_and_equal_ranks(ranks, steps, together, max_tokens):
     generator = np.random.default_rng(0)
     lengths = spread(generator, ranks * steps * 8)
     a_plan = plan(lengths, ranks, steps, together, max_tokens, seed=1)
@@ -71,7 +69,7 @@ def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(
         )
 
 
-def test_what_is_logged_in_the_plans_order_can_be_shown_in_that_of_arrival():
+def test_logs_return_to_order_of_arrival():
     a_plan = plan([5, 9, 1, 7], 2, 1, 1)
     assert a_plan.order != [0, 1, 2, 3]
     column = deque(["from before", *(f"row {index}" for index in a_plan.order)], maxlen=5)
@@ -79,7 +77,7 @@ def test_what_is_logged_in_the_plans_order_can_be_shown_in_that_of_arrival():
     assert list(column) == ["from before", "row 0", "row 1", "row 2", "row 3"]
 
 
-def test_which_optimizer_step_takes_a_row_is_drawn_and_not_its_length():
+def test_step_of_row_is_drawn_regardless_of_length():
     lengths = np.arange(1, 65)
     means = [
         lengths[plan(lengths, 1, 8, 2, seed=seed).order].reshape(4, 16).mean(1)
@@ -91,7 +89,7 @@ def test_which_optimizer_step_takes_a_row_is_drawn_and_not_its_length():
     assert plan(lengths, 1, 8, 2, seed=3) == plan(lengths, 1, 8, 2, seed=3)
 
 
-def test_every_batch_of_a_run_is_drawn_anew_and_every_seed_draws_another_one(tiny_model, tmp_path):
+def test_order_is_drawn_anew_per_batch_and_seed(tiny_model, tmp_path):
     # the same one each time, so that only the draw can differ
     batch = uniform_batch(tiny_model, 4, 4, 0)
 
@@ -128,14 +126,14 @@ def test_rows_of_like_length_leave_little_padding():
     assert budget < 1.1
 
 
-def test_rollouts_that_may_share_a_prompt_stay_together_on_one_rank_and_on_several_lengths_decide():
+def test_shared_prompt_orders_rows_only_on_one_rank():
     lengths, alike = [5, 30, 6, 31, 7, 32], np.array([0, 1, 2, 0, 1, 2])
     together = plan(lengths, 1, 1, 1, packed=True, alike=alike)
     assert together.order == [0, 3, 1, 4, 2, 5]
     assert plan(lengths, 2, 1, 1, packed=True, alike=alike) == plan(lengths, 2, 1, 1, packed=True)
 
 
-def test_a_further_micro_batch_must_save_more_padding_than_it_costs():
+def test_further_micro_batch_must_save_its_cost():
     assert plan([100, 99, 98, 97], 1, 1, 1, max_tokens=1600).sizes == [[4]]
     assert plan([400, 10, 10, 10], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
     # It costs 1600 / 16 = 100 tokens. Here it would save 3 * 30, and then 3 * 35.
@@ -143,7 +141,7 @@ def test_a_further_micro_batch_must_save_more_padding_than_it_costs():
     assert plan([400, 365, 365, 365], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
 
 
-def test_rollouts_without_padding_fill_a_micro_batch():
+def test_packed_rollouts_fill_micro_batch():
     """Padded, nothing fits beside one of 300 tokens; packed, whatever adds up to the bound."""
     lengths = [300, 100, 100, 100, 100, 100]
     assert plan(lengths, 1, 1, 1, max_tokens=400).sizes in ([[1, 4, 1]], [[1, 1, 4]])
@@ -151,7 +149,7 @@ def test_rollouts_without_padding_fill_a_micro_batch():
     assert plan([500, 10, 10], 1, 1, 1, max_tokens=400, packed=True).sizes == [[1, 2]]
 
 
-def test_a_gpus_micro_batches_are_as_large_as_its_memory_allows():
+def test_micro_batch_size_follows_gpu_memory():
     gib = 1 << 30
     assert tokens_that_fit(10 * gib, per_token=1 << 20) == 6144  # 60 % of it
     assert tokens_that_fit(10 * gib, per_token=1 << 10) == MOST
@@ -159,7 +157,7 @@ def test_a_gpus_micro_batches_are_as_large_as_its_memory_allows():
     assert tokens_that_fit(10 * gib, per_token=0.0) == FIRST  # too few micro-batches to measure one
 
 
-def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch):
+def test_server_memory_is_not_for_micro_batches(monkeypatch):
     """Of 80 GB, the server takes 30 and the trainer 10, of which it uses 8, and it may have 46: so
     46 - 8 are left."""
     gib = 1 << 30
@@ -177,7 +175,7 @@ def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch)
     assert budget.of_next_batch(gather=lambda tokens: tokens) == int(SHARE * 36 * 256)
 
 
-def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(monkeypatch):
+def test_largest_need_and_poorest_rank_set_budget(monkeypatch):
     """Two micro-batches of 1,000 tokens take 4 and 1 MiB each, on top of the 1 GiB that was
     allocated before."""
     gib, mib = 1 << 30, 1 << 20
@@ -207,7 +205,7 @@ def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(mo
     assert calls == ["reset", "forward and backward"] * 4
 
 
-def test_eight_ranks_have_as_many_tokens_each():
+def test_eight_ranks_get_nearly_equal_tokens():
     generator = np.random.default_rng(0)
     excess = {"ours": [], "trl": []}
     for _ in range(200):
@@ -244,7 +242,7 @@ def padded_batch(prompts: list[int], completions: list[int]) -> dict[str, torch.
     }
 
 
-def test_trimming_takes_away_only_what_is_padding_in_all_rows():
+def test_trimming_removes_only_common_padding():
     whole = padded_batch([5, 2, 3], [4, 9, 1])
     rows = torch.tensor([1, 2])
     batch = {name: value[rows] if value.ndim else value for name, value in whole.items()}
@@ -263,7 +261,7 @@ def test_trimming_takes_away_only_what_is_padding_in_all_rows():
     assert nothing["completion_ids"].shape == (2, 1)
 
 
-def test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_to_their_tokens():
+def test_unpadded_forward_returns_scores_to_tokens():
     batch = padded_batch([5, 2, 3, 1], [4, 9, 1, 2])
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
@@ -289,7 +287,7 @@ def test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_t
 
 
 @pytest.mark.parametrize("empty", [[0, 1], [0]])
-def test_a_completion_that_is_masked_as_a_whole_is_scored_nowhere(empty):
+def test_fully_masked_completion_is_not_scored(empty):
     batch = padded_batch([3, 3], [4, 2])
     batch["completion_mask"][empty] = 0
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
@@ -321,9 +319,7 @@ def train(model, folder, **settings) -> tuple[list[tuple[float, float]], list]:
     return [(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)], shapes
 
 
-def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one(
-    tiny_model, tmp_path
-):
+def test_token_means_weigh_all_tokens_equally(tiny_model, tmp_path):
     # of two lengths
     batch = [make_group(tiny_model, 4, seed, turns=1 + 3 * (seed % 2)) for seed in range(4)]
     logs = []
@@ -348,7 +344,7 @@ def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one
 
 
 @pytest.mark.parametrize("loss_type", ADDS_UP)
-def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_type):
+def test_micro_batches_by_tokens_take_same_steps(tiny_model, tmp_path, loss_type):
     settings = {"loss_type": loss_type, "beta": 0.05, "per_device_train_batch_size": 16}
     padded = settings | {"padding_free": False}
     expected, whole = train(tiny_model, tmp_path / "whole", config_class=AsDrawnConfig, **padded)
@@ -370,7 +366,7 @@ def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_
     assert useful / 64 <= len(packed)
 
 
-def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_path):
+def test_grouping_rows_by_length_takes_same_steps(tiny_model, tmp_path):
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
@@ -383,7 +379,7 @@ def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_pat
     assert sum(rows * width for rows, width in grouped) < sum(rows * width for rows, width in drawn)
 
 
-def test_bnpo_keeps_the_micro_batches_that_trl_draws(tiny_model, tmp_path):
+def test_bnpo_keeps_micro_batches_of_trl(tiny_model, tmp_path):
     settings = {
         "loss_type": "bnpo",
         "per_device_train_batch_size": 4,
@@ -393,9 +389,7 @@ def test_bnpo_keeps_the_micro_batches_that_trl_draws(tiny_model, tmp_path):
     assert train(tiny_model, tmp_path / "usual", **settings)[0] == drawn
 
 
-def test_a_rollout_that_is_longer_than_the_others_has_a_micro_batch_of_its_own(
-    tiny_model, tmp_path
-):
+def test_rollout_beyond_token_limit_is_trained(tiny_model, tmp_path):
     batch = [make_group(tiny_model, 4, 0, turns=1), make_group(tiny_model, 4, 1, turns=3)]
     longest = max(len(row) for group in batch for row in group["tokens"])
     trainer = make_trainer(

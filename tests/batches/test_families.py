@@ -95,7 +95,7 @@ def take_a_step(model: Path, folder: Path, **settings) -> tuple[Recording, dict[
         for name in FAMILIES
     ],
 )
-def test_the_family_takes_a_step_as_its_own_forward_pass_computes_it(name, packed, tmp_path):
+def test_family_steps_by_its_own_forward_pass(name, packed, tmp_path):
     family = FAMILIES[name]
     save(name, tmp_path / "model")
     own = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -136,7 +136,7 @@ def classes_of_vllm() -> set[str]:
     return found
 
 
-def test_the_table_has_every_family_that_transformers_and_vllm_know():
+def test_table_has_families_of_transformers_and_vllm():
     vllm = classes_of_vllm()
     assert {"llamaforcausallm", "gemma3forconditionalgeneration", "olmo2forcausallm"} <= vllm
     known = {name for name, made in CLASSES.items() if made.lower() in vllm}

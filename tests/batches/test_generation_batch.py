@@ -42,7 +42,7 @@ def batch_of_rank(rank: int, ranks: int, **fields: Any) -> GenerationBatch:
     return GenerationBatch(rollouts, settings(**fields), accelerator, packs=None)
 
 
-def test_ranks_share_the_rollouts_of_one_plan():
+def test_ranks_share_rollouts_of_one_plan():
     batches = [batch_of_rank(rank, 2) for rank in (0, 1)]
     for batch in batches:
         batch.regroup(step=3, max_tokens=None)
@@ -54,7 +54,7 @@ def test_ranks_share_the_rollouts_of_one_plan():
     assert [rollout.score for rollouts in own for rollout in rollouts] == scores[0]
 
 
-def test_training_pass_leaves_its_logprobs_and_the_ratio_to_the_sampler():
+def test_training_pass_leaves_logprobs_and_ratio():
     batch = batch_of_rank(0, 1)
     ones = torch.ones(3, 2, dtype=torch.long)
     sampled = torch.full((3, 2), -1.0)
@@ -74,7 +74,7 @@ def test_training_pass_leaves_its_logprobs_and_the_ratio_to_the_sampler():
     torch.testing.assert_close(ratio, torch.tensor([[1.0, 2.0], [1 / torch.e, 1.0]]))
 
 
-def test_nothing_is_marked_as_trained_after_an_error():
+def test_error_leaves_no_batch_marked_as_trained():
     batch = batch_of_rank(0, 1)
     with pytest.raises(ZeroDivisionError), batch.training_on({}):
         raise ZeroDivisionError
@@ -93,7 +93,7 @@ def test_nothing_is_marked_as_trained_after_an_error():
         ({"num_iterations": 2}, 1, 0, 8, True),
     ],
 )
-def test_schedule_knows_what_a_batch_is_for(fields, steps, unfinished, consumed, changes):
+def test_schedule_counts_used_and_unfinished_rollouts(fields, steps, unfinished, consumed, changes):
     args = settings(**fields)
     schedule = BatchSchedule(args)
     assert schedule.unfinished_rollouts(steps) == unfinished

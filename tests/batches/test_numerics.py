@@ -116,7 +116,7 @@ def scores(model: torch.nn.Module, packed: bool = True) -> torch.Tensor:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_forward_pass_and_its_gradients_are_those_of_the_model(family, packed, checkpointing):
+def test_forward_pass_and_gradients_match_model(family, packed, checkpointing):
     found = []
     for exact in (False, True):
         model = make_model(family)
@@ -134,7 +134,7 @@ def test_the_forward_pass_and_its_gradients_are_those_of_the_model(family, packe
 
 
 @pytest.mark.parametrize("kernel", ["linear", "norm", "rotate", "gate", "attend", "logprobs"])
-def test_every_value_is_the_kernels(kernel, monkeypatch):
+def test_every_value_comes_from_kernel(kernel, monkeypatch):
     """A kernel that rounds changes the scores as much as if the model rounded there."""
     model = make_model("Qwen3")
     kernels = TorchKernels(model.config)
@@ -165,7 +165,7 @@ def test_example_of_pages_is_true(monkeypatch):
     assert pages.table.tolist() == [[0, 1], [2, 3]]
 
 
-def test_values_are_replaced_bit_for_bit_and_gradients_stay():
+def test_values_are_replaced_while_gradients_stay():
     ordinary, exact = torch.randn(5, requires_grad=True), torch.randn(5)
     result = replaced(2 * ordinary, exact)
     result.sum().backward()
@@ -173,7 +173,7 @@ def test_values_are_replaced_bit_for_bit_and_gradients_stay():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_in_float32_rounds_no_logits_and_leaves_the_weights_as_they_are(tied):
+def test_float32_head_rounds_no_logits(tied):
     torch.manual_seed(0)
     shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -250,7 +250,7 @@ def family_with_head(name: str, numerics: str, dtype: torch.dtype) -> tuple[torc
 
 @pytest.mark.parametrize("numerics", ["default", "float32_head"])
 @pytest.mark.parametrize("name", SCALED)
-def test_what_a_family_does_to_its_logits_is_done_to_those_that_are_trained(name, numerics):
+def test_logit_scaling_of_family_applies_in_training(name, numerics):
     model, row = family_with_head(name, numerics, torch.float32)
     with torch.no_grad():
         logits = model.eval()(row.ids, use_cache=False).logits[:, :-1] / 0.7
@@ -269,7 +269,7 @@ def test_what_a_family_does_to_its_logits_is_done_to_those_that_are_trained(name
         *((name, torch.bfloat16) for name in NOT_KNOWN_TO_TRL if name != "xlstm"),
     ],
 )
-def test_a_family_whose_logits_trl_computes_otherwise_is_refused(name, numerics, dtype):
+def test_family_with_logits_unlike_trl_is_refused(name, numerics, dtype):
     model, row = family_with_head(name, numerics, dtype)
     with pytest.raises(
         RecipeError, match=f"for models of the family {name} than their own forward"
@@ -279,11 +279,11 @@ def test_a_family_whose_logits_trl_computes_otherwise_is_refused(name, numerics,
 
 @pytest.mark.parametrize("numerics", ["default", "float32_head"])
 @pytest.mark.parametrize("name", ["cohere", "gemma4_text", "phi"])
-def test_rounding_to_16_bits_is_no_reason_to_refuse_a_family(name, numerics):
+def test_rounding_to_16_bits_refuses_no_family(name, numerics):
     check_head(*family_with_head(name, numerics, torch.bfloat16))
 
 
-def test_the_reference_model_is_compared_with_its_own_logits_too(tiny_model, tmp_path):
+def test_reference_model_logits_are_checked_too(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), beta=0.1)
     trainer.computation.check()
     # as if its configuration had one that the model does not apply
@@ -312,7 +312,7 @@ def settings(**given) -> AtroposGRPOConfig:
         ),
     ],
 )
-def test_a_model_or_machine_that_it_is_not_there_for_is_refused(given, dtype, sharded, told):
+def test_unsupported_model_or_machine_is_refused(given, dtype, sharded, told):
     with pytest.raises(RecipeError, match=told):
         use(settings(**given), make_model("Qwen3").to(dtype), CPU, sharded)
 
@@ -321,7 +321,7 @@ def test_bitwise_compiles_no_layers():
     assert settings(numerics="bitwise").compile_layers is False
 
 
-def test_the_server_is_started_accordingly():
+def test_server_flags_follow_numerics():
     assert '{"head_dtype": "float32"}' in vllm_arguments(
         "m", [], cpu=False, numerics="float32_head"
     )

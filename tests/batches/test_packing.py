@@ -93,7 +93,7 @@ def row_format_of(model, multiple: int = 1) -> packed_attention.RowFormat:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_scored_alike_or_padded(name, tmp_path):
+def test_family_is_scored_alike_or_padded(name, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     model = load(tmp_path)
     why = trial.why_padded(model, model, row_format_of(model))
@@ -125,7 +125,7 @@ def scored_as_apart(model, ids, mask, row_format, prompt_numbers) -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy, multiple):
+def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
     ids, mask = padded(250)
     seen = []
 
@@ -156,7 +156,7 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
     assert int(inputs["rollout_lengths"][0].sum()) == inputs["input_ids"].size(1)
 
 
-def test_examples_in_the_comments_are_true():
+def test_comment_examples_are_true():
     """Of rollouts `. a | b .` and `c d | e f`, then of `c d | b .` and `c d | e f`."""
     row_format = packed_attention.RowFormat(packed_attention.ATTENTION, CPU, torch.float32)
     packed = packing.Layout.of([1, 2], [1, 2], 2, 2, row_format)
@@ -183,7 +183,7 @@ def test_examples_in_the_comments_are_true():
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
+def test_shared_prompt_stands_once_in_row(policy, multiple):
     """But for its last token, which predicts another one in each of them."""
     row_format = row_format_of(policy, multiple)._replace(shares=True)
     layout = packing.Layout.of(
@@ -206,7 +206,7 @@ def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatch):
+def test_kernel_gets_keys_of_each_rollout(policy, window, monkeypatch):
     """What `varlen_attn` gets on GPUs, computed here by its definition: queries are at the end of
     their keys."""
 
@@ -259,7 +259,7 @@ def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatc
     torch.testing.assert_close(at_once, apart)
 
 
-def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(policy):
+def test_shared_prompt_gradient_adds_in_float32(policy):
     """With queries of 0, all keys that a token sees have the same weight."""
     count = 2000
     layout = packing.Layout.of(
@@ -286,9 +286,7 @@ def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(p
 @pytest.mark.parametrize(
     "prompts, prompt_numbers", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)]
 )
-def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(
-    policy, prompts, prompt_numbers
-):
+def test_prompts_stay_unshared_without_gain(policy, prompts, prompt_numbers):
     row_format = row_format_of(policy)._replace(shares=True)
     assert (
         "rollout_keys"
@@ -300,7 +298,7 @@ def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(
     )
 
 
-def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
+def test_step_is_equal_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
     # with prompts of 3 to 7 tokens
     groups, steps, tokens = uniform_batch(tiny_model, 4, 8, 0), [], [0, 0]
     trimmed = GenerationBatch._trimmed
@@ -322,7 +320,7 @@ def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatc
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
+def test_fully_masked_completions_are_not_scored(policy):
     ids, mask = padded(250)
     mask[1:3, P:] = 0
     scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], row_format_of(policy))[
@@ -338,7 +336,7 @@ def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
     assert not none.any()
 
 
-def test_models_on_gpus_in_16_bits_get_the_borders_of_one_kernel(policy):
+def test_16_bit_gpu_model_gets_kernel_borders(policy):
     """What `varlen_attn` takes: the CPU has no such kernel."""
     inputs = (
         row_format_of(policy)
@@ -351,7 +349,7 @@ def test_models_on_gpus_in_16_bits_get_the_borders_of_one_kernel(policy):
     assert inputs["cu_seq_lens_q"].dtype == torch.int32
 
 
-def test_a_model_that_must_be_padded_is_and_the_run_says_why(tiny_model, tmp_path, caplog):
+def test_unpackable_model_is_padded_with_reason(tiny_model, tmp_path, caplog):
     batch = uniform_batch(tiny_model, 4, 4, 0)
     settings = {"per_device_train_batch_size": 16, "max_steps": 1}
     steps = []
@@ -372,7 +370,7 @@ def test_a_model_that_must_be_padded_is_and_the_run_says_why(tiny_model, tmp_pat
     assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=1e-4)
 
 
-def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
+def test_layers_are_compiled_only_where_worthwhile():
     from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
@@ -400,7 +398,7 @@ def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["Qwen3", "Llama", "Ministral", "GPT-2"])
-def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, shares, tmp_path):
+def test_row_on_gpu_is_scored_like_its_rollouts(name, dtype, compiled, shares, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
     row_format = packed_attention.RowFormat.of(packed, torch.device("cuda"), None, 1)
@@ -429,7 +427,7 @@ def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, sha
 
 
 @pytest.mark.slow
-def test_compiled_layers_take_the_same_steps(tiny_model, tmp_path):
+def test_compiled_layers_take_same_steps(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
     settings = {
         "per_device_train_batch_size": 16,
@@ -493,7 +491,7 @@ kernel_of_any_lengths.register_autograd(
     ],
 )
 @pytest.mark.parametrize("adapter", [False, True])
-def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, adapter, monkeypatch):
+def test_layers_are_compiled_once_for_any_length(device, width, adapter, monkeypatch):
     """On the CPU, with what layers get on a GPU and a kernel in place of the GPU's."""
     from torch._dynamo.utils import counters
     from transformers import Qwen3ForCausalLM
@@ -538,7 +536,7 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, adapter
         pytest.param("0.44B", 128, 1024, 100, 8, marks=on_a_gpu),
     ],
 )
-def test_many_steps_of_a_real_size_differ_by_rounding_alone(
+def test_real_sized_steps_differ_by_rounding_alone(
     params, rollouts, longest, steps, exact_steps, tmp_path
 ):
     """Packed and compiled, as shipped, beside padded and eager. Both may be off by as much as

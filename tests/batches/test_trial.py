@@ -105,13 +105,13 @@ def own(model: torch.nn.Module, rollout: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
-def test_family_that_cannot_be_packed_is_refused(name, dtype):
+def test_unpackable_family_is_refused(name, dtype):
     family, reason = REFUSED[name]
     assert reason in why_padded(made(family, dtype))
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_rollouts_are_what_the_model_computes_of_each_alone(name):
+def test_packed_rollouts_are_scored_as_alone(name):
     model = made(PACKED[name])
     assert why_padded(model) is None
     assert trial.why_unshared(model, model, row_format_of(model)) is None
@@ -160,7 +160,7 @@ LEAKY = {  # what a layer adds to its output, and how the trial calls it
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3-MoE"])
 @pytest.mark.parametrize("leak", LEAKY)
-def test_layer_that_leaks_is_refused(leak, family, dtype):
+def test_leaking_layer_is_refused(leak, family, dtype):
     added, reason = LEAKY[leak]
     model = made(FAMILIES[family], dtype)
     assert why_padded(model) is None
@@ -173,7 +173,7 @@ def test_layer_that_leaks_is_refused(leak, family, dtype):
 
 
 @pytest.mark.parametrize("lengths", itertools.permutations((5, 17, 24)))
-def test_verdict_does_not_depend_on_the_order_in_which_rollouts_come(lengths, monkeypatch):
+def test_verdict_is_independent_of_rollout_order(lengths, monkeypatch):
     monkeypatch.setattr(trial, "TRIED", lengths)
     model = made(FAMILIES["Qwen3"])
     assert why_padded(model) is None
@@ -184,7 +184,7 @@ def test_verdict_does_not_depend_on_the_order_in_which_rollouts_come(lengths, mo
     assert reason in why_padded(model)
 
 
-def test_leak_into_a_shared_prompt_is_found():
+def test_leak_into_shared_prompt_is_found():
     """What `why_padded` cannot see: here a layer treats tokens in another way where keys are
     shared."""
     model = made(FAMILIES["Qwen3"])
@@ -208,7 +208,7 @@ def test_leak_into_a_shared_prompt_is_found():
     assert "not computed as it is alone" in trial.why_unshared(model, model, row_format_of(model))
 
 
-def test_trial_leaves_the_model_and_transformers_as_they_were():
+def test_trial_restores_model_and_transformers():
     model = made(FAMILIES["Qwen3"])
     registries = (
         modeling_utils.ALL_ATTENTION_FUNCTIONS,
@@ -226,7 +226,7 @@ def test_trial_leaves_the_model_and_transformers_as_they_were():
         assert model.config._attn_implementation == packed_attention.ATTENTION
 
 
-def test_refused_model_is_padded_with_its_own_attention(tiny_model, tmp_path, caplog):
+def test_refused_model_is_padded_with_own_attention(tiny_model, tmp_path, caplog):
     trainer = make_trainer(
         tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16
     )
@@ -272,7 +272,7 @@ def logprobs_of(model, ids, mask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", sorted(ROPE_INIT_FUNCTIONS))
-def test_length_from_which_a_rollout_changes_others_is_known_for_every_rotary_embedding(kind):
+def test_length_limit_is_known_for_every_rope_kind(kind):
     """All that Transformers has: one that is new there is missing in `STRETCHED`."""
     model = with_rope(kind)
     limit = trial.longest_alike(model.config)
@@ -305,7 +305,7 @@ def test_length_from_which_a_rollout_changes_others_is_known_for_every_rotary_em
         ),
     ],
 )
-def test_length_from_which_a_rollout_changes_others_is_found_in_the_config(kind, fields, limit):
+def test_length_limit_is_found_in_config(kind, fields, limit):
     config = AutoConfig.for_model(kind)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -313,7 +313,7 @@ def test_length_from_which_a_rollout_changes_others_is_found_in_the_config(kind,
 
 
 @pytest.mark.parametrize("padding_free", [True, False])
-def test_rollouts_that_change_others_are_refused(tmp_path, padding_free):
+def test_rollouts_beyond_length_limit_are_refused(tmp_path, padding_free):
     rope = LONG | {"partial_rotary_factor": 1.0}
     folder = tmp_path / "model"
     make_model(Family("phi3", BASE | ORIGINAL | {"rope_parameters": rope}), folder)

@@ -107,7 +107,7 @@ def measured(model, tiny_model, tmp_path_factory) -> dict[str, int]:
 @pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("name", CASES)
-def test_the_trainers_peak_is_within_a_twentieth_of_the_estimate(name, measured, model, tmp_path):
+def test_trainer_peak_is_within_5_percent(name, measured, model, tmp_path):
     trainer = estimated(tmp_path, model, CASES[name]).trainer
     expected = trainer.total - trainer.items["runtime"]
     print(
@@ -128,9 +128,7 @@ def running(model, tmp_path_factory) -> Iterator[Server]:
 @pytest.mark.slow
 @on_cpu
 @pytest.mark.server
-def test_the_servers_memory_is_within_a_tenth_of_the_estimate(
-    running, model, tmp_path, monkeypatch
-):
+def test_server_memory_is_within_10_percent(running, model, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     content = {
         "start_vllm": True,
@@ -184,7 +182,7 @@ def account(pid: int) -> dict[str, int]:
 @on_cpu
 @pytest.mark.server
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit"])
-def test_what_saves_memory_works_with_colocated_weights(optim, running, tmp_path):
+def test_memory_savers_work_with_colocated_weights(optim, running, tmp_path):
     """Of 16 bits, with checkpointing and offloaded masters; the probe compares both sides after
     every step."""
     if "bnb" in optim:
@@ -218,7 +216,7 @@ def test_what_saves_memory_works_with_colocated_weights(optim, running, tmp_path
     ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor"]
     + ["adamw_bnb_8bit", "lion_8bit", "ademamix_8bit", "paged_adamw_32bit"],
 )
-def test_an_optimizers_state_is_what_it_keeps(optim, tmp_path):
+def test_optimizer_state_is_as_estimated(optim, tmp_path):
     if "bit" in optim:
         pytest.importorskip("bitsandbytes")
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((640, 512), (512, 512), (512,))]
@@ -284,7 +282,7 @@ def on_gpus(folder: Path, model: str | Path, gib: float = 40, **settings) -> Est
     )
 
 
-def test_a_config_without_weights_is_enough(large, tmp_path):
+def test_config_without_weights_is_enough(large, tmp_path):
     assert os.listdir(large) == ["config.json"]
     found = on_gpus(tmp_path, large)
     assert found.server.items["weights"] == 2 * PARAMETERS
@@ -298,7 +296,7 @@ def test_colocated_weights_are_counted_once(large, tmp_path):
     assert alone.trainer.items["weights"] == alone.server.items["weights"]
 
 
-def test_servers_that_share_the_trainers_gpu_are_all_counted(large, tmp_path):
+def test_servers_on_trainers_gpu_are_all_counted(large, tmp_path):
     two = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     found = on_gpus(tmp_path, large, vllm_mode="server", vllm_server_base_url=two)
     assert found.total == found.trainer.total + 2 * found.server.total
@@ -307,7 +305,7 @@ def test_servers_that_share_the_trainers_gpu_are_all_counted(large, tmp_path):
     assert each_its_own.total == each_its_own.trainer.total + each_its_own.server.total
 
 
-def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
+def test_adapter_alone_is_counted_for_trainer(large, tmp_path):
     found = on_gpus(tmp_path, large, **ADAPTER)
     # q and o, k and v, the MLP's
     per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
@@ -323,7 +321,7 @@ def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
     assert found.server.host["adapters"] == 8 * 2 * adapter
 
 
-def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole(large, tmp_path):
+def test_large_vocabulary_logits_are_never_whole(large, tmp_path):
     fields = json.loads((Path(large) / "config.json").read_text())
     (tmp_path / "small").mkdir()
     (tmp_path / "small/config.json").write_text(json.dumps(fields | {"vocab_size": 1024}))
@@ -336,7 +334,7 @@ def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole(large, tmp_
     assert taken[0] - taken[1] < whole / 4
 
 
-def test_offloaded_masters_and_8_bit_optimizers_take_what_they_should(large, tmp_path):
+def test_offloaded_and_8_bit_states_are_counted(large, tmp_path):
     usual = on_gpus(tmp_path, large)
     offloaded = on_gpus(tmp_path, large, offload_master_weights=True)
     moved = usual.trainer.items["master weights"] + usual.trainer.items["optimizer state"]
@@ -365,7 +363,7 @@ def test_sharded_trainers_have_their_part(name, divided, large, tmp_path):
     assert found.total == found.trainer.total  # the server has devices of its own
 
 
-def test_a_launch_file_tells_what_is_in_host_memory(large, tmp_path):
+def test_launch_file_tells_offloads_to_host_memory(large, tmp_path):
     offloaded = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
     content = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": offloaded}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
@@ -374,7 +372,7 @@ def test_a_launch_file_tells_what_is_in_host_memory(large, tmp_path):
     assert (plan.sharding, plan.offloads, plan.offloads_weights) == ("zero2", True, False)
 
 
-def test_the_processes_of_a_machine_without_gpus_share_its_memory(large, tmp_path):
+def test_cpu_processes_share_machine_memory(large, tmp_path):
     found = on_gpus(tmp_path, large)
     plan = dataclasses.replace(found.case.plan, device="cpu", processes=3)
     shared = dataclasses.replace(
@@ -383,7 +381,7 @@ def test_the_processes_of_a_machine_without_gpus_share_its_memory(large, tmp_pat
     assert shared.total == 3 * found.trainer.total
 
 
-def test_a_server_on_a_gpu_serves_a_float32_checkpoint_in_16_bits(large, tmp_path):
+def test_gpu_serves_float32_checkpoint_in_16_bits(large, tmp_path):
     fields = json.loads((Path(large) / "config.json").read_text())
     (tmp_path / "float32").mkdir()
     (tmp_path / "float32/config.json").write_text(json.dumps(fields | {"dtype": "float32"}))
@@ -401,13 +399,13 @@ SENDS = {"vllm_mode": "server", "dtype": "bfloat16"}
 EIGHT = "configs/accelerate/{}.yaml"  # for eight GPUs
 
 
-def test_a_reference_model_is_one_more_copy_unless_there_is_an_adapter(large, tmp_path):
+def test_reference_model_is_copy_without_adapter(large, tmp_path):
     assert "reference model" not in on_gpus(tmp_path, large).trainer.items
     assert on_gpus(tmp_path, large, beta=0.1).trainer.items["reference model"] == 2 * PARAMETERS
     assert "reference model" not in on_gpus(tmp_path, large, beta=0.1, **ADAPTER).trainer.items
 
 
-def test_gradients_of_earlier_micro_batches_are_there_during_a_backward_pass(large, tmp_path):
+def test_gradients_of_earlier_micro_batches_count(large, tmp_path):
     settings = {"offload_master_weights": True, "per_device_train_batch_size": 4}
     two = on_gpus(tmp_path, large, **settings, gradient_accumulation_steps=2)
     assert two.trainer.when == "forward and backward"
@@ -417,7 +415,7 @@ def test_gradients_of_earlier_micro_batches_are_there_during_a_backward_pass(lar
     assert divided.trainer.items["gradients"] == 4 * PARAMETERS
 
 
-def test_a_teacher_costs_logits_over_the_whole_vocabulary(large, tmp_path):
+def test_teacher_costs_logits_of_whole_vocabulary(large, tmp_path):
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_checkpointing": True,
@@ -432,7 +430,7 @@ def test_a_teacher_costs_logits_over_the_whole_vocabulary(large, tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
-def test_a_step_takes_the_roots_of_all_second_moments_at_once_on_a_gpu(optim, large, tmp_path):
+def test_second_moment_roots_are_taken_at_once_on_gpu(optim, large, tmp_path):
     settings = {
         "gradient_checkpointing": True,
         "per_device_train_batch_size": 2,
@@ -448,13 +446,13 @@ def test_a_step_takes_the_roots_of_all_second_moments_at_once_on_a_gpu(optim, la
         assert "temporaries" not in found.trainer.items
 
 
-def test_a_paged_optimizer_keeps_its_state_in_host_memory(large, tmp_path):
+def test_paged_optimizer_state_is_in_host_memory(large, tmp_path):
     found = on_gpus(tmp_path, large, optim="paged_adamw_32bit")
     assert "optimizer state" not in found.trainer.items
     assert found.trainer.host == {"optimizer state": 8 * PARAMETERS}
 
 
-def test_buckets_of_ddp_are_those_of_torchs_own(large, tmp_path):
+def test_ddp_buckets_are_those_of_torch(large, tmp_path):
     """Each holds the gradients of its parameters once more."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -475,9 +473,7 @@ def test_buckets_of_ddp_are_those_of_torchs_own(large, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
-def test_sharded_trainers_have_their_part_of_gradients_and_whole_what_is_gathered(
-    name, large, tmp_path
-):
+def test_sharding_divides_gradients_but_not_gathered(name, large, tmp_path):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     launch = str(ROOT / EIGHT.format(name))
@@ -508,7 +504,7 @@ def served(folder: Path, model: str | Path, *flags: str, gib: float = 40, **sett
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_servers_memory_is_counted_by_hand(parts, large, tmp_path):
+def test_server_memory_equals_count_by_hand(parts, large, tmp_path):
     found = served(
         tmp_path, large, "--tensor-parallel-size", str(parts), vllm_mode="server", dtype="bfloat16"
     )
@@ -532,13 +528,13 @@ def test_a_servers_memory_is_counted_by_hand(parts, large, tmp_path):
 @pytest.mark.parametrize(
     ("gib", "tokens", "sequences"), [(40, 2048, 256), (80, 8192, 1024), (180, 16384, 1024)]
 )
-def test_a_servers_batch_is_vllms_default_for_the_device(gib, tokens, sequences, large, tmp_path):
+def test_server_batch_is_vllms_default_for_device(gib, tokens, sequences, large, tmp_path):
     items = on_gpus(tmp_path, large, gib).server.items
     expected = tokens * (2 * 4096 + 3 * 12288) * 2 + sequences * 151936 * 2 * 4
     assert items["activations"] == expected
 
 
-def test_a_server_pads_the_vocabulary_to_a_multiple_of_64(large, tmp_path):
+def test_server_pads_vocabulary_to_multiple_of_64(large, tmp_path):
     fields = json.loads((Path(large) / "config.json").read_text())
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text(json.dumps(fields | {"vocab_size": 151937}))
@@ -546,9 +542,7 @@ def test_a_server_pads_the_vocabulary_to_a_multiple_of_64(large, tmp_path):
     assert served_odd == 2 * (PARAMETERS + 2 * 64 * 4096)  # both ends up to 152,000 rows
 
 
-def test_a_servers_cache_may_have_a_stated_size_and_its_places_for_adapters_a_stated_number(
-    large, tmp_path
-):
+def test_server_cache_and_adapter_places_follow_flags(large, tmp_path):
     flags = [
         "--kv-cache-memory-bytes",
         "3G",
@@ -566,7 +560,7 @@ def test_a_servers_cache_may_have_a_stated_size_and_its_places_for_adapters_a_st
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_server_that_sleeps_lightly_keeps_its_weights_in_host_memory(level, large, tmp_path):
+def test_light_sleep_keeps_weights_in_host_memory(level, large, tmp_path):
     settings = {"vllm_enable_sleep_mode": True, "vllm_sleep_level": level}
     found = served(tmp_path, large, "--enable-sleep-mode", **SENDS, **settings)
     assert found.server.host.get("weights, asleep", 0) == (2 * PARAMETERS if level == 1 else 0)
@@ -593,7 +587,7 @@ ON_DISK: dict[str, tuple[dict, int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", ON_DISK)
-def test_what_a_run_saves_is_counted_by_hand(name, large, tmp_path, monkeypatch):
+def test_disk_need_equals_count_by_hand(name, large, tmp_path, monkeypatch):
     settings, number, of_one, besides = ON_DISK[name]
     needed = (number * of_one + besides) * PARAMETERS
     case = on_gpus(tmp_path, large, **SAVES | settings).case
@@ -617,7 +611,7 @@ HEADS = {
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_heads_memory_is_what_the_profiler_sees_of_trls_own(name, frozen, tmp_path):
+def test_head_memory_is_as_seen_by_profiler(name, frozen, tmp_path):
     """On the CPU, where there is no Triton."""
     dtype, autocast, tokens, vocabulary = HEADS[name]
     hidden = torch.randn(1, tokens + 1, 256).to(dtype).requires_grad_()
@@ -678,9 +672,7 @@ QWEN = {"7B": (3584, 18944, 28, 28, 4), "72B": (8192, 29568, 80, 64, 8)}
         pytest.param("zero3_72b", "zero3", 141, "72B", 0, marks=pytest.mark.full),
     ],
 )
-def test_a_recipe_for_a_large_model_fits_into_the_gpus_that_it_names(
-    recipe, config, gib, size, host, tmp_path, monkeypatch
-):
+def test_large_model_recipe_fits_named_gpus(recipe, config, gib, size, host, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     head = (ROOT / f"recipes/gsm8k/{recipe}.yaml").read_text().split("\n\n")[0].replace("\n# ", " ")
     assert (
@@ -699,7 +691,7 @@ def test_a_recipe_for_a_large_model_fits_into_the_gpus_that_it_names(
 # -------------------------------------------------------------------------------- what does not fit
 
 
-def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path):
+def test_fitting_run_has_no_finding_and_exact_table(large, tmp_path):
     found = on_gpus(
         tmp_path,
         large,
@@ -736,9 +728,7 @@ def written(offer: str) -> list[dict]:
 @pytest.mark.parametrize(
     "gib, settings", [(40, ROOMY), (26, ROOMY), (44, {"offload_master_weights": True, **ROOMY})]
 )
-def test_what_is_said_to_be_enough_is_enough_and_nothing_of_it_needless(
-    gib, settings, large, tmp_path
-):
+def test_proposed_changes_are_enough_and_all_needed(gib, settings, large, tmp_path):
     found = on_gpus(tmp_path, large, gib, **settings)
     [finding] = findings(found)
     assert (
@@ -759,7 +749,7 @@ def test_what_is_said_to_be_enough_is_enough_and_nothing_of_it_needless(
             assert on_gpus(tmp_path, large, gib, **others).total > 0.95 * gib * GIB, one
 
 
-def test_each_change_says_what_it_saves(large, tmp_path):
+def test_changes_say_how_much_they_save(large, tmp_path):
     found = on_gpus(tmp_path, large, 40, **ROOMY)
     [text] = map(str, findings(found))
     less = found.server.total - int(float(text.split("utilization ")[1][:4]) * 40 * GIB)
@@ -775,7 +765,7 @@ def test_each_change_says_what_it_saves(large, tmp_path):
     )
 
 
-def test_host_memory_is_compared_where_it_is_known(large, tmp_path):
+def test_host_memory_is_compared_if_known(large, tmp_path):
     settings = {
         "offload_master_weights": True,
         "vllm_args": ["--max-model-len", "4096", "--kv-cache-memory", "1G"],
@@ -790,7 +780,7 @@ def test_host_memory_is_compared_where_it_is_known(large, tmp_path):
     assert "offload_master_weights" not in finding.fix and "Train an adapter: " in finding.fix
 
 
-def test_of_several_machines_each_has_the_host_memory_of_its_processes(large, tmp_path):
+def test_machine_has_host_memory_of_its_processes(large, tmp_path):
     content = {"distributed_type": "DEEPSPEED", "num_processes": 8, "num_machines": 4}
     content["deepspeed_config"] = {"zero_stage": 2, "offload_optimizer_device": "cpu"}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
@@ -802,9 +792,7 @@ def test_of_several_machines_each_has_the_host_memory_of_its_processes(large, tm
     )
 
 
-def test_a_server_that_the_run_does_not_start_is_not_judged_by_flags_that_it_does_not_get(
-    large, tmp_path
-):
+def test_external_server_is_not_judged_by_run_flags(large, tmp_path):
     arguments = ["--max-model-len", "40960", "--gpu-memory-utilization", "0.1"]
     settings = {
         "vllm_mode": "server",
@@ -821,9 +809,7 @@ def test_a_server_that_the_run_does_not_start_is_not_judged_by_flags_that_it_doe
     assert "set `max_sequence_length` to the server's `--max-model-len`" in finding.fix
 
 
-def test_where_the_run_chooses_how_large_micro_batches_are_it_is_told_to_choose_smaller_ones(
-    large, tmp_path
-):
+def test_self_chosen_micro_batches_are_to_shrink(large, tmp_path):
     settings = {
         "per_device_train_batch_size": 16,
         "max_sequence_length": 1024,
@@ -835,7 +821,7 @@ def test_where_the_run_chooses_how_large_micro_batches_are_it_is_told_to_choose_
     assert "`max_tokens_per_micro_batch: 1024` (saves" in text
 
 
-def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
+def test_adapter_is_last_resort(large, tmp_path):
     settings = {
         "gradient_checkpointing": True,
         "per_device_train_batch_size": 1,
@@ -851,7 +837,7 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     )
 
 
-def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):
+def test_own_server_without_sequence_room_is_found(large, tmp_path):
     """One that is started by hand has other flags, and may well fit."""
     settings = {**ADAPTER, "vllm_mode": "server", "max_sequence_length": 4096}
     settings["vllm_args"] = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
@@ -871,7 +857,7 @@ def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(la
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
-def test_a_model_without_positions_is_served_as_long_as_vllm_would(family):
+def test_model_without_positions_has_vllms_length(family):
     case = Case(
         recipe=None, plan=None, config=AutoConfig.for_model(family), flags={}, peft_config=None
     )

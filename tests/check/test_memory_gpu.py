@@ -111,7 +111,7 @@ def train(model: str, folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_trainers_peak_is_within_a_tenth_of_the_estimate(name, model, tmp_path):
+def test_trainer_peak_is_within_10_percent(name, model, tmp_path):
     command = [sys.executable, "-m", "tests.check.test_memory_gpu", model, str(tmp_path), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -126,7 +126,7 @@ def test_the_trainers_peak_is_within_a_tenth_of_the_estimate(name, model, tmp_pa
 @pytest.mark.parametrize(
     "flags", [[], ["--kv-cache-memory-bytes", str(4 << 30)]], ids=["a share", "a stated cache"]
 )
-def test_the_servers_memory_is_within_a_tenth_of_the_estimate(flags, model, tmp_path):
+def test_server_memory_is_within_10_percent(flags, model, tmp_path):
     flags = [
         "--dtype",
         "bfloat16",
@@ -150,7 +150,7 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(flags, model, tmp_
     assert taken == pytest.approx(found.total, rel=0.1)
 
 
-def test_a_trainer_leaves_room_for_the_server_on_its_gpu():
+def test_trainer_leaves_room_for_server_on_gpu():
     device, kept = torch.device("cuda"), []
     leave_room(device)
     try:

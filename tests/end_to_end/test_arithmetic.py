@@ -27,14 +27,14 @@ SIZES = [{}, {"terms": 3}, {"terms": 6, "digits": 2}]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_problem_of_the_test_split_is_asked_in_training(size):
+def test_training_asks_no_problem_of_test_split(size):
     test = list(islice(problems("test", **size), TEST_SIZE))
     assert len(set(test)) == TEST_SIZE
     for seed in (0, 1, 42):
         assert set(test).isdisjoint(islice(problems("train", **size, seed=seed), 20_000))
 
 
-def test_the_test_split_is_always_the_same_and_a_seed_draws_its_own_training():
+def test_test_split_is_fixed_and_seed_draws_training():
     def first(split: str, seed: int) -> list[str]:
         return list(islice(problems(split, seed=seed), 2 * TEST_SIZE))
 
@@ -43,7 +43,7 @@ def test_the_test_split_is_always_the_same_and_a_seed_draws_its_own_training():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_steps_of_a_problem_are_equal_to_it(size):
+def test_worked_steps_equal_their_problem(size):
     for problem in islice(problems("train", **size), 500):
         steps = worked(problem).split("=")
         assert len(steps) == size.get("terms", 4) and {eval(step) for step in steps} == {
@@ -73,12 +73,12 @@ def test_the_steps_of_a_problem_are_equal_to_it(size):
         ("", 0.0),
     ],
 )
-def test_the_last_number_is_the_answer(completion, reward):
+def test_last_number_counts_as_answer(completion, reward):
     assert score("9+3*7+8+4=", completion) == reward
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_environment_asks_the_problems_of_its_split(split):
+def test_environment_asks_problems_of_its_split(split):
     environment = object.__new__(ArithmeticEnv)  # without a server
     environment.config = ArithmeticConfig(split=split, terms=3, digits=2, seed=7)
 
@@ -146,7 +146,7 @@ def test_model_gets_better_at_problems_never_seen(tmp_path):
 
 
 @pytest.mark.slow(60)
-def test_the_trainer_of_trl_runs_beside_it(untrained, tmp_path):
+def test_trl_trainer_runs_beside_ours(untrained, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", untrained, "--max_steps", "2")
     compare(
         "draw",

@@ -133,7 +133,7 @@ def story(tmp_path_factory) -> Story:
     return Story(folder, interrupted, resumed, report, checkpoint)
 
 
-def test_ctrl_c_ends_a_run_in_order_and_leaves_no_process(story):
+def test_ctrl_c_ends_run_and_leaves_no_process(story):
     after = story.interrupted.output.partition("^C")[2]
     assert story.interrupted.code == 130
     assert story.interrupted.left == []
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_a_run_in_order_and_leaves_no_process(story):
     assert "`--resume_from_checkpoint true`" in farewell[0]
 
 
-def test_the_run_goes_on_at_the_step_of_its_checkpoint(story):
+def test_run_goes_on_at_step_of_checkpoint(story):
     assert (story.resumed.code, story.resumed.left) == (0, [])
     assert "Traceback" not in story.resumed.output
     assert "were not passed to `accelerate launch`" not in story.resumed.output
@@ -157,7 +157,7 @@ def test_the_run_goes_on_at_the_step_of_its_checkpoint(story):
     assert int(first[1]) == story.checkpoint + 1
 
 
-def test_no_rollout_is_trained_twice_or_left_out(story):
+def test_rollouts_are_all_trained_exactly_once(story):
     rollouts: dict[int, Rollout] = {}
     for path in (story.folder / "rollouts").glob("rows-*.arrow"):
         start = int(path.stem.removeprefix("rows-"))
@@ -179,7 +179,7 @@ def test_no_rollout_is_trained_twice_or_left_out(story):
     assert kept[-1]["books"] == {"trained": STEPS * BATCH, "dropped": {}, "lost_with_api": 0}
 
 
-def test_rollouts_of_both_styles_have_a_known_policy_version(story):
+def test_rollouts_of_both_styles_know_policy_version(story):
     logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
     assert {log["health/unknown_version"] for log in logs} == {0.0}
     assert {
@@ -206,7 +206,7 @@ def test_evaluations_know_their_policy_versions(story):
     assert "policy version" not in story.interrupted.output + story.resumed.output
 
 
-def test_the_mean_is_shown_first_of_partial_scores_and_pass_at_1_of_others(story):
+def test_mean_leads_for_partial_scores_else_pass_at_1(story):
     card = (story.folder / "README.md").read_text()
     shown = story.interrupted.output + story.resumed.output
     for text, times in ((shown, len(EVALUATED)), (card, 1)):
@@ -223,7 +223,7 @@ def test_the_mean_is_shown_first_of_partial_scores_and_pass_at_1_of_others(story
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")
-def test_the_report_names_environments_and_evaluations(story):
+def test_report_names_environments_and_evaluations(story):
     assert (story.report.returncode, story.report.stderr) == (0, "")
     assert f"{story.folder}/report.html" in story.report.stdout
     browser = Browser(find_browser())

@@ -45,7 +45,7 @@ def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_every_configuration_has_a_row_with_all_numbers(measured):
+def test_configuration_has_row_with_all_numbers(measured):
     rows = measured[0]["rows"]
     assert [(row["mode"], row["rank"]) for row in rows] == [("colocate", None), ("nccl_lora", 8)]
     for row in rows:
@@ -57,7 +57,7 @@ def test_every_configuration_has_a_row_with_all_numbers(measured):
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_colocate_moves_nothing_and_an_adapter_is_compared_with_a_bare_copy(measured):
+def test_colocate_moves_nothing_and_adapter_has_ratio(measured):
     colocate, adapter = measured[0]["rows"]
     assert (colocate["bytes"], colocate["floor_ms"], colocate["ratio"], colocate["transport"]) == (
         0,
@@ -73,7 +73,7 @@ def test_colocate_moves_nothing_and_an_adapter_is_compared_with_a_bare_copy(meas
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_the_server_samples_from_what_was_published(measured):
+def test_server_samples_from_published_weights(measured):
     for row in measured[0]["rows"]:
         allowed = Tolerance.of(row["device"]).max_abs
         assert 0 < row["probe_max_abs_diff"] <= allowed  # 0 would be no comparison
@@ -81,13 +81,13 @@ def test_the_server_samples_from_what_was_published(measured):
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_the_file_holds_what_is_printed_and_the_models_are_gone(measured):
+def test_weights_file_has_output_and_models_are_gone(measured):
     result, output, folder = measured
     assert json.loads(output.read_text()) == result
     assert not list(folder.glob("trl_atropos_bench_*"))
 
 
-def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_path):
+def test_failing_configuration_has_row_per_rank(tmp_path):
     options = build_parser().parse_args(["--modes", "nccl_lora", "--ranks", "8,16"])
     rows = list(
         _rows_of(
@@ -107,7 +107,7 @@ def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_pat
 
 
 @pytest.mark.slow(20)
-def test_every_trainer_of_the_step_benchmark_takes_the_same_step():
+def test_trainers_of_step_benchmark_take_same_step():
     trainers = ["trl", "tokens", "packed_loop"]
     size = ["--params", "0.5M", "--rows", "8", "--micro_batch", "4", "--median", "16"]
     size += ["--prompt", "8", "--longest", "64", "--shapes", "spread", "--rounds", "1"]
@@ -167,7 +167,7 @@ def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
         (["wheels"], "unknown benchmark 'wheels'. There are: weights, ingest"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_the_fix(arguments, message):
+def test_wrong_flag_is_one_line_with_fix(arguments, message):
     done = bench(*arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
@@ -184,7 +184,7 @@ def test_a_wrong_flag_is_one_line_that_names_the_fix(arguments, message):
         (["ingest", "--help"], ["orjson", "socket", "tensors", "ratio", "memory", "--sequences"]),
     ],
 )
-def test_the_help_of_a_benchmark_explains_the_numbers(arguments, words):
+def test_benchmark_help_explains_numbers(arguments, words):
     done = bench(*arguments)
     assert done.returncode == 0
     for word in words:
@@ -203,7 +203,7 @@ def ingested(tmp_path_factory) -> tuple[dict, Path, Path]:
     return json.loads(done.stdout), output, folder
 
 
-def test_a_batch_of_rollouts_is_measured_from_the_socket_to_the_tensors(ingested):
+def test_ingest_is_measured_from_socket_to_tensors(ingested):
     result, _, _ = ingested
     assert (result["sequences"], result["tokens"]) == (256, 512)
     assert result["reply_bytes"] > 20 * 256 * 512
@@ -213,12 +213,12 @@ def test_a_batch_of_rollouts_is_measured_from_the_socket_to_the_tensors(ingested
     assert result["memory_ratio"] == result["peak_bytes"] / result["reply_bytes"]
 
 
-def test_a_batch_of_rollouts_takes_little_memory(ingested):
+def test_ingest_takes_little_memory(ingested):
     """A loose bound, because the batch is small; an object per token would break it."""
     assert 1 < ingested[0]["memory_ratio"] < 8
 
 
-def test_the_file_holds_what_ingest_prints_and_the_reply_is_gone(ingested):
+def test_ingest_file_has_output_and_reply_is_gone(ingested):
     result, output, folder = ingested
     assert json.loads(output.read_text()) == result
     assert not list(folder.glob("trl_atropos_bench_*"))
@@ -248,7 +248,7 @@ def looped(tmp_path_factory) -> tuple[dict, Path, Path]:
 
 
 @pytest.mark.full  # `make bench` measures it
-def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped):
+def test_sampling_overlaps_training_unless_strict(looped):
     """Loose bounds, because the machine is busy and the steps are few: one after the other takes
     twice as long."""
     at_once, as_long = looped[0]["rows"]
@@ -261,14 +261,14 @@ def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped
 
 
 @pytest.mark.full  # `make bench` measures it
-def test_the_default_is_at_most_one_version_stale_and_0_is_0(looped):
+def test_staleness_is_1_by_default_and_0_if_strict(looped):
     for row in looped[0]["rows"]:
         assert row["staleness_max"] == 1
         assert row["strict_staleness_max"] == 0
 
 
 @pytest.mark.full  # `make bench` measures it
-def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
+def test_loop_file_has_output_and_model_is_gone(looped):
     result, output, folder = looped
     assert json.loads(output.read_text()) == result
     assert not list(folder.glob("trl_atropos_bench_*"))
@@ -288,13 +288,13 @@ def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
         (["--steps", "0"], "'0' is no number of 1 or more"),
     ],
 )
-def test_a_wrong_flag_of_loop_is_one_line_that_names_the_fix(arguments, message):
+def test_wrong_loop_flag_is_one_line_with_fix(arguments, message):
     done = bench("loop", *arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_model):
+def test_packed_loop_trains_each_rollout_as_if_alone(tiny_model):
     options = argparse.Namespace(rows=8, group_size=2, prompt=4, median=12, sigma=1.0, longest=40)
     rollouts = make_rows("spread", options)
     loop = PackedLoop(tiny_model, rollouts, max_tokens=64, checkpointing=False)

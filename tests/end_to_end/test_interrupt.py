@@ -71,7 +71,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "way"), CASES)
-def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
+def test_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
     setup = {"flags": (), **STAGES[stage]}
     setup["flags"] = ("--max_steps", "100000", *setup["flags"])
     if stage != "starting the server":  # there, the engine is started as vLLM does it
@@ -94,7 +94,7 @@ def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
 @pytest.mark.full  # as `test_services.py` and `test_wrong_inputs.py` see it
 @pytest.mark.slow
 @pytest.mark.parametrize("service", ["vllm", "environment-quickstart"])
-def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model, tmp_path):
+def test_dead_service_ends_run_with_end_of_its_log(service, model, tmp_path):
     flags = ("--max_steps", "100000")
     with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:
         wait_for("training", run)

@@ -59,7 +59,7 @@ def learned(tmp_path_factory) -> tuple[Path, str]:
     return folder, train(folder)
 
 
-def test_the_quickstart_learns_its_task(learned):
+def test_quickstart_learns_its_task(learned):
     folder, output = learned
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["steps"] == 300
@@ -81,7 +81,7 @@ def test_the_quickstart_learns_its_task(learned):
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")
-def test_its_report_shows_every_rollout_and_its_step(learned, tmp_path):
+def test_report_shows_every_rollout_and_its_step(learned, tmp_path):
     folder, output = learned
     assert f"All of it on one page: trl-atropos report {folder}/run" in output
     (tmp_path / "report.html").write_text(build(folder / "run")[0])
@@ -125,7 +125,7 @@ def evaluate_alone(folder: Path, checkpoint: Path) -> Path:
 
 
 @pytest.mark.full  # most of it is what `test_as_users.py` does
-def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped(tmp_path):
+def test_run_with_foreign_environments_is_resumed(tmp_path):
     """Two turns, so that masks have holes, in groups of four and of eight from two environments;
     and evaluations, greedy ones, which equal those of the saved checkpoints."""
     environments = [

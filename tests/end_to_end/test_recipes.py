@@ -59,7 +59,7 @@ if os.environ.get("RANK", "0") == "0":
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_is_wrong_with_a_recipe(recipe, tiny_model, tmp_path, monkeypatch):
+def test_recipe_passes_check(recipe, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     # GB; eight servers' usual share would be more than there is
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -87,7 +87,7 @@ def test_nothing_is_wrong_with_a_recipe(recipe, tiny_model, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("recipe", LAYOUTS)
-def test_the_commands_at_the_head_of_a_recipe_belong_to_it(recipe):
+def test_commands_at_head_belong_to_recipe(recipe):
     settings, given = yaml.safe_load((ROOT / recipe).read_text()), commands(recipe)
     (trainer,) = [words for words in given if "launch" in words]
     assert trainer[trainer.index("--config") + 1] == recipe
@@ -109,7 +109,7 @@ def test_the_commands_at_the_head_of_a_recipe_belong_to_it(recipe):
 
 
 @pytest.mark.parametrize("recipe", LAYOUTS)
-def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_model, monkeypatch):
+def test_environment_samples_from_every_server(recipe, tiny_model, monkeypatch):
     monkeypatch.chdir(ROOT)
     urls = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
     parsed = parse(["--config", recipe, "--model_name_or_path", str(tiny_model), "--bf16", "false"])
@@ -121,14 +121,14 @@ def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_mode
     assert sampled == [f"{url}/v1" for url in (urls if len(urls) > 1 else urls * 2)]
 
 
-def test_a_new_environment_is_one_line_of_a_recipe():
+def test_new_environment_is_one_line_of_recipe():
     assert (
         "\nenvironments: [recipes/gsm8k/environment.py]\n"
         in (ROOT / "recipes/gsm8k/lora.yaml").read_text()
     )
 
 
-def test_every_configuration_for_accelerate_is_tested_and_leaves_the_dtype_to_the_recipe():
+def test_accelerate_configs_are_tested_without_dtype():
     assert set(CONFIGS) == set(TOLD)
     for config in CONFIGS:
         assert (
@@ -246,7 +246,7 @@ x > 1800
 
 
 @pytest.mark.parametrize("answer", [*RIGHT, " 1800 "])
-def test_a_right_answer_is_rewarded_however_it_is_written(answer):
+def test_right_answer_is_rewarded_in_any_notation(answer):
     assert (
         score(f"So it is $\\boxed{{{answer}}}$.", "617 + 1183 = <<617+1183=1800>>1800\n#### 1,800")
         == 1.0
@@ -254,7 +254,7 @@ def test_a_right_answer_is_rewarded_however_it_is_written(answer):
 
 
 @pytest.mark.parametrize("answer", [*WRONG, ""])
-def test_a_wrong_answer_is_not_rewarded(answer):
+def test_wrong_answer_is_not_rewarded(answer):
     assert score(f"So it is $\\boxed{{{answer}}}$.", "#### 1,800") == 0.0
 
 
@@ -271,14 +271,14 @@ def test_a_wrong_answer_is_not_rewarded(answer):
         ("", 0.0),
     ],
 )
-def test_the_last_boxed_number_is_the_answer(completion, reward):
+def test_last_boxed_number_counts_as_answer(completion, reward):
     assert score(completion, "#### 1,800") == reward
 
 
 @pytest.mark.parametrize(
     "answer", ["9^{9^{9^9}}", "100000000!", "\\int_0^{10} e^{x^2} \\sin(x^3) dx"]
 )
-def test_an_answer_that_cannot_be_worked_out_costs_seconds_at_most(answer):
+def test_unworkable_answer_costs_seconds_at_most(answer):
     begin = time.monotonic()
     assert score(f"\\boxed{{{answer}}}", "#### 1800") == 0.0
     assert time.monotonic() - begin < 10
@@ -295,7 +295,7 @@ def test_an_answer_that_cannot_be_worked_out_costs_seconds_at_most(answer):
         ],
     ],
 )
-def test_the_calculator_does_no_more_than_it_says(expression, value):
+def test_calculator_does_no_more_than_stated(expression, value):
     assert tool_use.calculate(expression) == value
 
 
@@ -312,13 +312,13 @@ def test_the_calculator_does_no_more_than_it_says(expression, value):
         ("26", [("calculate", "2*3+4*5")], 0.0),
     ],
 )
-def test_a_total_is_rewarded_and_so_is_looking_up_the_prices(message, calls, reward):
+def test_total_and_price_look_ups_are_rewarded(message, calls, reward):
     item = {"amounts": {"figs": 2, "eggs": 4}, "prices": {"figs": 3, "eggs": 5, "bread": 1}}
     assert tool_use.score(message, calls, item) == pytest.approx(reward)
 
 
 @needs_reasoning_gym
-def test_a_seed_draws_the_same_tasks_of_every_kind_that_is_asked_for():
+def test_seed_draws_same_tasks_of_every_kind():
     from recipes.reasoning_gym import environment as reasoning_gym
 
     path = str(ROOT / "recipes/reasoning_gym/datasets/easy.yaml")
@@ -335,13 +335,13 @@ def test_a_seed_draws_the_same_tasks_of_every_kind_that_is_asked_for():
     ("completion", "answer"),
     [("<answer>1</answer>, no:\n<answer> 42\n</answer>", "42"), ("42", None), ("<answer>42", None)],
 )
-def test_the_last_tagged_answer_of_a_task_counts(completion, answer):
+def test_last_tagged_answer_of_task_counts(completion, answer):
     from recipes.reasoning_gym import environment as reasoning_gym
 
     assert reasoning_gym.final_answer(completion) == answer
 
 
-def test_the_template_of_an_environment_is_short():
+def test_environment_template_is_short():
     lines = (ROOT / "recipes/own_environment/environment.py").read_text().splitlines()
     assert len(lines) <= 95 and all(
         any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4)
@@ -352,7 +352,7 @@ def test_the_template_of_an_environment_is_short():
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_setting_of_an_overlay_says_why_and_arrives(overlay, tiny_model, monkeypatch):
+def test_overlay_settings_say_why_and_arrive(overlay, tiny_model, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = yaml.safe_load((ROOT / overlay).read_text())
     lines = (ROOT / overlay).read_text().splitlines()
@@ -363,9 +363,7 @@ def test_every_setting_of_an_overlay_says_why_and_arrives(overlay, tiny_model, m
     assert {name: getattr(without, name) for name in settings} != settings
 
 
-def test_a_later_overlay_wins_over_an_earlier_one_and_a_flag_over_all(
-    tiny_model, monkeypatch, tmp_path
-):
+def test_later_overlay_wins_and_flag_over_all(tiny_model, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     (tmp_path / "first.yaml").write_text("epsilon: 0.1\nbeta: 0.5\nlearning_rate: 1.0e-3\n")
     (tmp_path / "second.yaml").write_text("epsilon: 0.3\nbeta: 0.6\n")
@@ -383,7 +381,7 @@ def test_a_later_overlay_wins_over_an_earlier_one_and_a_flag_over_all(
 
 
 @pytest.mark.parametrize("flag", ["--learning_rate", "--learning-rate"])
-def test_a_wrong_flag_is_not_blamed_on_the_recipe(flag, monkeypatch):
+def test_wrong_flag_is_not_blamed_on_recipe(flag, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(RecipeError, match=r"^`learning_rate`: invalid float value: 'fast'"):
         parse(["--config", "recipes/tool_use/colocate.yaml", flag, "fast"])
@@ -396,9 +394,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_recipe(flag, monkeypatch):
         (['--speculative-config={"a": 1}', "--chat-template", "a b.jinja"],) * 2,
     ],
 )
-def test_flags_of_the_server_may_come_in_one_word_each_or_quoted_with_their_values(
-    given, flags, tiny_model, tmp_path, monkeypatch
-):
+def test_server_flags_may_be_split_or_quoted(given, flags, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
     path = tmp_path / "flags.yaml"
@@ -414,7 +410,7 @@ def test_flags_of_the_server_may_come_in_one_word_each_or_quoted_with_their_valu
         (12, ["--max-lora-rank", "64"], ["--max-lora-rank", "64", "--enable-lora"]),
     ],
 )
-def test_the_server_is_started_for_adapters_of_the_runs_rank(
+def test_server_is_started_for_adapter_rank_of_run(
     rank, stated, flags, tiny_model, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
@@ -480,7 +476,7 @@ SEEN_ELSEWHERE = (
 )
 
 
-def test_every_overlay_is_run():
+def test_overlays_are_all_run():
     assert sorted(OVERLAID.values()) == OVERLAYS
 
 
@@ -498,7 +494,7 @@ def test_every_overlay_is_run():
         if path not in NOT_RUN
     ],
 )
-def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
+def test_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     """As its head says, on two processes at most; servers of several GPUs (tensor parallel) are one
     process each."""
     overlay = OVERLAID.get(recipe)

@@ -154,7 +154,7 @@ def recipe_of(path: str, model: Path, folder: Path, urls: list[str]) -> Path:
         pytest.param("recipes/gsm8k/restart.yaml", marks=two_gpus),
     ],
 )
-def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
+def test_recipe_runs_on_named_gpus(path, model_of, tmp_path):
     recipe = yaml.safe_load((ROOT / path).read_text())
     model = model_of(recipe["model_name_or_path"])
     urls = free_urls(len(server_urls(recipe)))

@@ -171,14 +171,14 @@ def train(
     return logs
 
 
-def test_each_of_two_replicas_trains_its_servers_weights(model, tmp_path):
+def test_replicas_train_weights_of_their_servers(model, tmp_path):
     urls = free_urls(2)
     settings = {"vllm_args": [*SERVED, "--disable-uvicorn-access-log"], "dtype": "bfloat16"}
     train(tmp_path, model, "ddp", "0,1", uuid.uuid4().hex, vllm_server_base_url=urls, **settings)
 
 
 @pytest.mark.parametrize("mode", ["server", "nccl_lora"])
-def test_a_trainer_sends_to_a_server_on_another_gpu(model, narrow_model, tmp_path, mode):
+def test_trainer_sends_to_server_on_other_gpu(model, narrow_model, tmp_path, mode):
     served, adapter = (narrow_model, ADAPTER) if mode == "nccl_lora" else (model, {})
     settings = {
         "vllm_mode": mode,
@@ -201,7 +201,7 @@ def test_a_trainer_sends_to_a_server_on_another_gpu(model, narrow_model, tmp_pat
 
 # Before `pair` starts, which keeps the GPUs 2 and 3 to the end of the module.
 @four_gpus
-def test_two_trainers_send_an_adapter_to_two_servers(narrow_model, tmp_path):
+def test_two_trainers_send_adapter_to_two_servers(narrow_model, tmp_path):
     settings = {
         "vllm_mode": "nccl_lora",
         "start_vllm": False,
@@ -226,7 +226,7 @@ def test_two_trainers_send_an_adapter_to_two_servers(narrow_model, tmp_path):
 
 @four_gpus
 @pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_two_trainers_send_all_weights_to_a_server_over_two_gpus(model, tmp_path, pair, config):
+def test_two_trainers_send_weights_to_two_gpu_server(model, tmp_path, pair, config):
     (server,) = pair
     settings = {"vllm_mode": "server", "start_vllm": False, "vllm_args": [], "bf16": True}
     train(

@@ -230,7 +230,7 @@ def publish(front, models) -> Publish:
     return publish
 
 
-def test_clients_see_no_error_across_a_restart(publish):
+def test_clients_see_no_error_across_restart(publish):
     assert {reply.status_code for replies in publish.replies.values() for reply in replies} == {200}
     assert publish.health == {200}
     assert publish.answer["restart_s"] > 1  # it did go away
@@ -238,7 +238,7 @@ def test_clients_see_no_error_across_a_restart(publish):
         assert max(reply.elapsed.total_seconds() for reply in replies) > publish.answer["restart_s"]
 
 
-def test_every_answer_comes_from_the_weights_that_its_version_names(publish, models, references):
+def test_answers_come_from_weights_of_their_version(publish, models, references):
     model_of = {"0-0": models[0], f"{NEW_VERSION}-{NEW_VERSION}": models[1]}
     versions = [reply.headers["x-policy-version"] for reply in publish.replies["sample"]]
     first_new = versions.index(f"{NEW_VERSION}-{NEW_VERSION}")
@@ -251,7 +251,7 @@ def test_every_answer_comes_from_the_weights_that_its_version_names(publish, mod
             assert (error_against(reference, reply) < 1e-4) == right
 
 
-def test_the_versions_of_completions_outlive_the_engine_that_sampled_them(publish, front):
+def test_completion_versions_outlive_their_engine(publish, front):
     replies = [*publish.replies["sample"], publish.in_flight.result()]
     keys, versions = [], []
     for reply in replies:
@@ -266,14 +266,14 @@ def test_the_versions_of_completions_outlive_the_engine_that_sampled_them(publis
     assert told["sampled_with"] == [0] * len(keys) + [None]
 
 
-def test_a_request_in_flight_at_the_pause_finishes_on_the_old_weights(publish, models, references):
+def test_request_in_flight_finishes_on_old_weights(publish, models, references):
     reply = publish.in_flight.result()
     assert publish.paused_from < publish.in_flight.ended <= publish.paused_at + 0.5
     assert reply.headers["x-policy-version"] == "0-0"
     assert error_against(references[models[0]], reply) < 1e-4
 
 
-def test_the_model_name_stays_and_the_version_follows(publish, front, models):
+def test_model_name_stays_while_version_follows(publish, front, models):
     assert requests.get(f"{front.url}/v1/models", timeout=10).json()["data"][0]["id"] == models[0]
     assert {(told["policy_version"], told["paused"]) for told in publish.infos} >= {
         (0, False),
@@ -283,13 +283,11 @@ def test_the_model_name_stays_and_the_version_follows(publish, front, models):
     assert len({told["instance"] for told in publish.infos}) == 1
 
 
-def test_each_start_of_the_engine_samples_with_another_seed(publish):
+def test_engine_starts_use_different_seeds(publish):
     assert len(set(publish.seeds)) == 2
 
 
-def test_a_checkpoint_that_cannot_be_served_is_named_and_the_last_one_is_served_again(
-    front, models, references, tmp_path
-):
+def test_unservable_checkpoint_is_named_and_undone(front, models, references, tmp_path):
     before = info(front)
     broken = Path(shutil.copytree(models[1], tmp_path / "broken"))
     weights = (broken / "model.safetensors").read_bytes()
@@ -313,9 +311,7 @@ def test_a_checkpoint_that_cannot_be_served_is_named_and_the_last_one_is_served_
     assert error_against(references[before["model"]], held.result()) < 1e-4
 
 
-def test_a_trainer_that_dies_in_a_restart_leaves_the_last_version_to_the_clients(
-    front, models, references
-):
+def test_trainer_death_in_restart_keeps_last_version(front, models, references):
     before = info(front)
     other = next(model for model in models if model != before["model"])
     with lease(front):
@@ -334,7 +330,7 @@ def test_a_trainer_that_dies_in_a_restart_leaves_the_last_version_to_the_clients
     assert info(front) == before
 
 
-def test_an_answer_is_passed_on_while_it_is_made(front):
+def test_answer_is_streamed_while_made(front):
     body = {"model": "any", "prompt": "abc=", "max_tokens": 480, "ignore_eos": True, "stream": True}
     began = time.monotonic()
     with requests.post(f"{front.url}/v1/completions", json=body, stream=True, timeout=60) as reply:
@@ -343,7 +339,7 @@ def test_an_answer_is_passed_on_while_it_is_made(front):
     assert arrivals[0] < arrivals[-1] / 2
 
 
-def test_a_trainer_that_dies_in_a_pause_has_the_clients_go_on(front):
+def test_trainer_death_in_pause_frees_clients(front):
     before = info(front)
     with lease(front):
         front.control("POST", "/pause")
@@ -354,7 +350,7 @@ def test_a_trainer_that_dies_in_a_pause_has_the_clients_go_on(front):
     assert info(front) == before
 
 
-def test_a_pause_gives_up_on_requests_that_do_not_end_and_lets_all_go_on(front):
+def test_pause_gives_up_on_endless_requests(front):
     body = json.dumps({"prompt": "abc=", "n": 2048, "max_tokens": 500, "ignore_eos": True})
     request = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
     with lease(front):
@@ -377,19 +373,19 @@ def test_a_pause_gives_up_on_requests_that_do_not_end_and_lets_all_go_on(front):
 @pytest.mark.parametrize(
     "route", ["/info", "/lease", "/pause", "/restart", "/resume", "/attach", "/anything"]
 )
-def test_control_routes_need_the_token(front, route):
+def test_control_routes_need_token(front, route):
     for method in ("GET", "POST"):
         assert front.control(method, route, token="wrong").status_code == 401
 
 
-def test_only_one_trainer_holds_the_front(front):
+def test_lease_of_second_trainer_is_refused(front):
     with lease(front):
         reply = front.control("POST", "/lease")
         assert reply.status_code == 409
         assert "another trainer" in reply.json()["error"]
 
 
-def test_what_a_trainer_gets_wrong_is_refused_with_the_reason(front, models, tmp_path):
+def test_trainer_mistake_is_refused_with_reason(front, models, tmp_path):
     def refused(status: int, route: str, body: dict, words: str) -> None:
         reply = front.control("POST", route, body)
         assert (reply.status_code, words in reply.json()["error"]) == (status, True), reply.text
@@ -454,7 +450,7 @@ def assert_gone(processes: list[psutil.Process], since: float) -> None:
     assert left == []
 
 
-def test_an_engine_that_dies_is_reported_and_ends_the_front(doomed):
+def test_engine_death_is_reported_and_ends_front(doomed):
     server, process, behind, log = doomed
     in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
     wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
@@ -473,7 +469,7 @@ def test_an_engine_that_dies_is_reported_and_ends_the_front(doomed):
     assert "trl-atropos serve: engine ended with exit code 137 (SIGKILL)" in log.read_text()
 
 
-def test_sigterm_ends_everything_whatever_is_held_or_in_flight(doomed):
+def test_sigterm_ends_front_despite_open_requests(doomed):
     server, process, behind, _log = doomed
     with lease(server):
         in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
@@ -492,7 +488,7 @@ def test_sigterm_ends_everything_whatever_is_held_or_in_flight(doomed):
 
 
 @pytest.mark.full  # `tests/services/test_guard.py` has others that do not
-def test_an_engine_does_not_outlive_a_front_that_is_killed(doomed):
+def test_engine_dies_with_killed_front(doomed):
     _server, process, behind, _log = doomed
     began = time.monotonic()
     process.kill()

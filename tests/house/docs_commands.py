@@ -30,27 +30,27 @@ STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's
 ELSEWHERE = [
     (
         r"make quickstart",
-        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        "tests/end_to_end/test_quickstart.py::test_quickstart_learns_its_task",
         QUICKSTART,
     ),
     (
         r"source \.venv/bin/activate",
-        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        "tests/end_to_end/test_quickstart.py::test_quickstart_learns_its_task",
         "VENV ?= .venv",
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
-        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         "resume_from_checkpoint",
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--vllm_mode (server|nccl_lora|lora|restart)",
-        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        "tests/end_to_end/test_recipes.py::test_recipe_trains_for_three_steps",
         'glob("recipes/*/*.yaml")',
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--config recipes/(gsm8k|tool_use|reasoning_gym|own_environment)/",
-        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        "tests/end_to_end/test_recipes.py::test_recipe_trains_for_three_steps",
         'glob("recipes/*/*.yaml")',
     ),
     (
@@ -60,47 +60,47 @@ ELSEWHERE = [
     ),
     (
         r"python recipes/arithmetic/compare\.py (trl|draw)",
-        "tests/end_to_end/test_arithmetic.py::test_the_trainer_of_trl_runs_beside_it",
+        "tests/end_to_end/test_arithmetic.py::test_trl_trainer_runs_beside_ours",
         "compare.py",
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--config my_task/(colocate|cpu)\.yaml",
-        "tests/end_to_end/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        "tests/end_to_end/test_recipes.py::test_recipe_trains_for_three_steps",
         "recipes/own_environment/",
     ),
     (
         rf"accelerate launch .*trl_atropos\.train .*--config {QUICKSTART}",
-        "tests/end_to_end/test_quickstart.py::test_the_quickstart_learns_its_task",
+        "tests/end_to_end/test_quickstart.py::test_quickstart_learns_its_task",
         QUICKSTART,
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--model_name_or_path",
-        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         QUICKSTART,
     ),
     (
         r"python my_task/environment\.py serve",
-        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         "two_turn_environment.py",
     ),
     (
         r"python -m trl_atropos\.rollouts\.api",
-        "tests/rollouts/test_resume.py::test_environments_that_the_run_did_not_start_are_called_as_they_registered",
+        "tests/rollouts/test_resume.py::test_foreign_environments_keep_registered_names",
         "naming_api",
     ),
     (
         r"python -m atroposlib\.cli\.run_api",
-        "tests/services/test_services.py::test_the_atropos_api_becomes_healthy_and_stops",
+        "tests/services/test_services.py::test_atropos_api_becomes_healthy_and_stops",
         "atroposlib.cli.run_api",
     ),
     (
         r"trl-atropos eval",
-        "tests/end_to_end/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         '"eval"',
     ),
     (
         r"trl-atropos train ",
-        "tests/house/test_wheel.py::test_the_quickstart_is_checked_trained_and_reported_from_the_wheel",
+        "tests/house/test_wheel.py::test_quickstart_runs_from_wheel",
         QUICKSTART,
     ),
     (
@@ -110,7 +110,7 @@ ELSEWHERE = [
     ),
     (
         r"trl-atropos serve",
-        "tests/server/test_control.py::test_only_a_paused_server_is_resumed",
+        "tests/server/test_control.py::test_resume_without_pause_is_refused",
         "trl_atropos.server.launch",
     ),
 ]

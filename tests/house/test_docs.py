@@ -2,7 +2,7 @@
 the hardware that they need; their flags, keys, metrics, messages and links exist.
 
 A command that is new and none of these makes
-`test_every_command_of_a_page_is_run_or_says_what_it_needs` fail. Mark a block with `<!-- needs: 8
+`test_page_commands_are_run_or_state_their_needs` fail. Mark a block with `<!-- needs: 8
 GPUs -->` right before it, or add what runs it to `tests/house/docs_commands.py`.
 """
 
@@ -72,7 +72,7 @@ def desk(tiny_model, run_dir, tmp_path, monkeypatch):
         for name in PAGES
     ],
 )
-def test_every_command_of_a_page_is_run_or_says_what_it_needs(name, desk):
+def test_page_commands_are_run_or_state_their_needs(name, desk):
     for block in Page(name).blocks_of("bash"):
         for command in block.commands():
             require_known(command, desk)
@@ -91,7 +91,7 @@ def test_every_command_of_a_page_is_run_or_says_what_it_needs(name, desk):
 
 
 @pytest.mark.parametrize(("pattern", "test", "names"), ELSEWHERE)
-def test_what_is_run_elsewhere_is_run_there(pattern, test, names):
+def test_commands_named_elsewhere_are_run_there(pattern, test, names):
     file, _, function = test.partition("::")
     source = (ROOT / file).read_text()
     assert f"def {function}(" in source
@@ -106,7 +106,7 @@ def test_what_is_run_elsewhere_is_run_there(pattern, test, names):
     assert any(names in path.read_text() for path in near if path.is_file())
 
 
-def test_the_llama_of_the_page_about_models_is_made_and_nothing_is_wrong_with_it(desk):
+def test_llama_of_models_page_passes_check(desk):
     (block,) = (
         block
         for block in Page("docs/own-model.md").blocks_of("python")
@@ -163,14 +163,14 @@ def stated(words: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_flag_in_the_text_of_a_page_exists(name):
+def test_flags_in_page_text_exist(name):
     for span in Page(name).spans:
         flags = {flag for flag in stated(span.split()) if "_" in flag and "." not in flag}
         known = training_flags() | launch_flags() | own_flags() | {"--drain_timeout", "--seed"}
         assert flags <= known, f"{name}: `{span}`"
 
 
-def test_every_setting_of_an_environment_in_a_page_is_one_of_atropos_or_of_a_recipe():
+def test_environment_settings_in_pages_exist():
     fields = set(BaseEnvConfig.model_fields)
     for path in ROOT.glob("recipes/*/environment.py"):
         fields |= set(re.findall(r"^    (\w+): ", path.read_text(), re.MULTILINE))

@@ -81,7 +81,7 @@ def said() -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_relative_link_of_a_page_leads_somewhere(name):
+def test_relative_links_of_page_lead_somewhere(name):
     page = Page(name)
     for link in page.links:
         if "://" in link:
@@ -93,7 +93,7 @@ def test_every_relative_link_of_a_page_leads_somewhere(name):
             assert anchor in Page(str(path.resolve().relative_to(ROOT))).anchors, f"{name}: {link}"
 
 
-def test_every_page_is_named_in_the_index():
+def test_pages_are_all_named_in_index():
     index = Page("docs/README.md")
     pages = {Path(name).name for name in PAGES if name.startswith("docs/")} - {"README.md"}
     assert pages <= set(index.links)
@@ -112,7 +112,7 @@ def _is_of_another_file(block: Block) -> bool:
 
 
 @pytest.mark.parametrize("block", YAML_BLOCKS, ids=lambda block: block.place)
-def test_a_block_of_yaml_is_a_part_of_a_recipe(block, tiny_model, tmp_path, monkeypatch):
+def test_yaml_block_is_part_of_recipe(block, tiny_model, tmp_path, monkeypatch):
     if _is_of_another_file(block):
         return
     monkeypatch.chdir(ROOT)
@@ -130,7 +130,7 @@ def test_a_block_of_yaml_is_a_part_of_a_recipe(block, tiny_model, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_setting_in_the_text_of_a_page_exists(name):
+def test_settings_in_page_text_exist(name):
     for span in Page(name).spans:
         if re.match(r"^[a-z][a-z0-9_]+: \S", span) and span.partition(":")[0] not in OTHER_KEYS:
             assert span.partition(":")[0] in recipe_keys(), f"{name}: `{span}`"
@@ -141,7 +141,7 @@ def test_every_setting_in_the_text_of_a_page_exists(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_metric_in_the_text_of_a_page_is_logged(name):
+def test_metrics_in_page_text_are_logged(name):
     theirs = (Path(trl.__file__).parent / "trainer/grpo_trainer.py").read_text()
     for span in Page(name).spans:
         kind, _, rest = span.partition("/")
@@ -161,7 +161,7 @@ def quotes() -> list[str]:
 
 
 @pytest.mark.parametrize("quote", quotes())
-def test_a_message_of_the_troubleshooting_page_is_one_that_the_program_gives(quote):
+def test_troubleshooting_message_is_in_program(quote):
     fragments = [fragment.strip() for fragment in quote.split("…")]
     fragments = [fragment for fragment in fragments if len(fragment) >= FRAGMENT]
     assert fragments
@@ -169,7 +169,7 @@ def test_a_message_of_the_troubleshooting_page_is_one_that_the_program_gives(quo
         assert fragment in said()
 
 
-def test_every_warning_has_a_line_in_the_page_about_debugging():
+def test_warnings_have_line_in_debugging_page():
     table = Page("docs/debugging.md").prose.partition("## Warnings by name")[2]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SIGNALS)
 
@@ -177,19 +177,19 @@ def test_every_warning_has_a_line_in_the_page_about_debugging():
 # ----------------------------------------------------------------------------------- complete lists
 
 
-def test_the_reference_is_current():
+def test_reference_is_current():
     generator = runpy.run_path(str(ROOT / "docs/make_reference.py"))
     assert generator["PAGE"].read_text() == generator["reference"](), (
         f"Run `{generator['COMMAND']}`."
     )
 
 
-def test_the_keys_of_an_environment_are_explained():
+def test_environment_keys_are_explained():
     page = Page("docs/own-environment.md")
     assert {"name", "command", *page.spans} >= set(EnvironmentSpec.model_fields)
 
 
-def test_every_flag_of_the_example_trainer_is_in_the_page_about_migration():
+def test_example_trainer_flags_are_in_migration_page():
     table = Page("docs/migration.md").prose.partition("| flag |")[2].partition("\n\n")[0]
     first_cells = re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
     named = {flag for cell in first_cells for flag in re.findall(r"`(--[\w-]+)`", cell)}
@@ -197,14 +197,14 @@ def test_every_flag_of_the_example_trainer_is_in_the_page_about_migration():
     assert named == theirs - {"-h", "--help"}
 
 
-def test_every_field_of_trls_configuration_is_in_the_page_about_migration():
+def test_trl_fields_are_in_migration_page():
     about_trl = Page("docs/migration.md").prose.partition("## From TRL")[2]
     named = set(re.findall(r"`(\w+)(?:: [^`]*)?`", about_trl))
     transformers_own = set(TrainingArguments.__dataclass_fields__)
     assert set(GRPOConfig.__dataclass_fields__) - transformers_own <= named
 
 
-def test_every_block_of_python_compiles_and_imports_what_there_is():
+def test_python_blocks_compile_and_import():
     for name in PAGES:
         for block in Page(name).blocks_of("python"):
             tree = ast.parse(block.text, block.place)
@@ -216,7 +216,7 @@ def test_every_block_of_python_compiles_and_imports_what_there_is():
                     assert given <= set(AtroposGRPOConfig.__dataclass_fields__), block.place
 
 
-def test_the_versions_of_gpus_are_those_that_are_allowed_and_named():
+def test_gpu_versions_are_allowed_and_named():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]

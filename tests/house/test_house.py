@@ -185,11 +185,11 @@ def files_at_the_top() -> int:
     return len(list(PACKAGE.glob("*.py")))
 
 
-def test_no_module_imports_itself_through_others():
+def test_modules_have_no_circular_imports():
     assert circles() == []
 
 
-def test_no_room_imports_one_that_stands_above_it():
+def test_rooms_import_none_above_them():
     assert {room_of(name) for name in modules()} == MAY_IMPORT.keys()
     assert arrows_up() == []
 
@@ -209,11 +209,11 @@ def test_rollouts_and_weights_do_not_know_each_other():
 
 
 @pytest.mark.parametrize("room", ["train", "check"])
-def test_only_the_command_line_imports(room):
+def test_top_rooms_are_imported_by_command_line_only(room):
     assert importers_of(room) <= {room, "cli", "commands"}
 
 
-def test_every_function_fits_a_screen():
+def test_functions_fit_one_screen():
     assert longest_function()[0] <= LONGEST_FUNCTION
 
 

@@ -23,7 +23,7 @@ def row(mutation: Mutation) -> str:
 
 
 @ROW
-def test_the_code_that_a_mutation_changes_is_still_there(mutation):
+def test_mutated_code_is_still_there(mutation):
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     found = text.count(mutation.old)
     assert found == 1, (
@@ -44,7 +44,7 @@ def test_the_code_that_a_mutation_changes_is_still_there(mutation):
 
 
 @ROW
-def test_the_test_that_catches_a_mutation_is_there_and_runs(mutation):
+def test_catching_test_exists_and_is_run(mutation):
     file, _, name = mutation.test.partition("::")
     path = ROOT / file
     assert path.is_file(), f"there is no {file}: name the test that catches it: {row(mutation)}"

@@ -61,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dist"
 
 
-def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built):
+def test_wheel_has_package_files_and_nothing_else(built):
     (wheel,) = built.glob("trl_atropos-*-py3-none-any.whl")
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     needed = {
@@ -78,7 +78,7 @@ def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built)
     assert {"trl_atropos/py.typed", "trl_atropos/report/page.html"} < needed == names
 
 
-def test_the_source_distribution_has_recipes_and_docs_but_no_tests_and_no_benchmarks(built):
+def test_source_distribution_has_recipes_but_no_tests(built):
     (sdist,) = built.glob("trl_atropos-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -117,7 +117,7 @@ def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_the_command_says_what_there_is_to_do(installed, tmp_path):
+def test_command_help_lists_all_commands(installed, tmp_path):
     told = succeed(installed / "trl-atropos", "--help", cwd=tmp_path, timeout=240)
     commands = re.findall(r"^ +(\w+) ", told, re.MULTILINE)
     assert set(COMMANDS) <= set(commands)
@@ -128,7 +128,7 @@ def test_the_command_says_what_there_is_to_do(installed, tmp_path):
     )
 
 
-def test_benchmarks_need_a_checkout(installed, tmp_path):
+def test_benchmarks_need_checkout(installed, tmp_path):
     done = run(installed / "trl-atropos", "bench", "step", cwd=tmp_path, timeout=240)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert (
@@ -136,7 +136,7 @@ def test_benchmarks_need_a_checkout(installed, tmp_path):
     )
 
 
-def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(installed, tmp_path):
+def test_wheel_writes_environment_and_batch_script(installed, tmp_path):
     succeed(installed / "trl-atropos", "init", "mine", cwd=tmp_path, timeout=120)
     written = (tmp_path / "mine/environment.py").read_text()
     assert (
@@ -158,7 +158,7 @@ def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(install
 
 
 @pytest.mark.server
-def test_the_quickstart_is_checked_trained_and_reported_from_the_wheel(installed, elsewhere):
+def test_quickstart_runs_from_wheel(installed, elsewhere):
     atropos, vllm = free_urls(2)
     recipe = [
         "--config",

@@ -80,7 +80,7 @@ OVERFLOWS: dict[str, tuple[float, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_a_step_that_would_destroy_the_weights_is_not_taken(name, tiny_model, tmp_path):
+def test_destructive_step_is_not_taken(name, tiny_model, tmp_path):
     advantage, settings, seen = OVERFLOWS[name]
     settings = dict(settings)
     model = tiny_model
@@ -105,9 +105,7 @@ def test_a_step_that_would_destroy_the_weights_is_not_taken(name, tiny_model, tm
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_may_be_left_out_changes_nothing_and_is_logged_as_it_is(
-    optim, dtype, tiny_model, tmp_path
-):
+def test_left_out_step_changes_nothing_and_is_logged(optim, dtype, tiny_model, tmp_path):
     """The run ends with the weights of one that never had the batch."""
     models = [AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype) for _ in range(2)]
     settings = {"warning_thresholds": {"gradient_not_finite": 1}, "optim": optim}
@@ -123,7 +121,7 @@ def test_a_step_that_may_be_left_out_changes_nothing_and_is_logged_as_it_is(
     assert [log["health/gradient_not_finite"] for log in step_logs(with_bad)] == [0, 1, 1]
 
 
-def test_weights_that_are_damaged_already_are_named(tiny_model, tmp_path):
+def test_damaged_weights_are_named(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
@@ -153,9 +151,7 @@ def scaled(scale: float) -> SimpleNamespace:
         (65536.0, math.nan, True),
     ],
 )
-def test_an_overflow_that_a_smaller_scale_may_heal_does_not_stop_the_run(
-    scale, loss, stops, caplog
-):
+def test_healable_overflow_does_not_stop_run(scale, loss, stops, caplog):
     check = GradientCheck(0)
     check.note_loss(torch.tensor(loss))
     caplog.set_level(logging.WARNING, logger="trl_atropos.metrics.gradients")
@@ -179,7 +175,7 @@ def test_an_overflow_that_a_smaller_scale_may_heal_does_not_stop_the_run(
         (-1, False),
     ],
 )
-def test_a_norm_is_fine_while_float32_holds_its_square(norm, fine):
+def test_norm_is_fine_while_float32_holds_its_square(norm, fine):
     plain = SimpleNamespace(mixed_precision="no", scaler=None, distributed_type="NO")
     assert GradientCheck(1).takes(norm, 1, plain) is fine
     assert math.isfinite(np.float32(abs(norm)) * np.float32(abs(norm))) is fine or norm == -1
@@ -209,9 +205,7 @@ def main(kind: str, model: str, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_all_processes_stop_at_the_same_step_however_parameters_are_divided(
-    kind, tiny_model, tmp_path
-):
+def test_processes_all_stop_at_same_step(kind, tiny_model, tmp_path):
     launch(kind, 2, "tests.metrics.test_gradients", kind, str(tiny_model), str(tmp_path))
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0]["step"] == 1

@@ -170,14 +170,14 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
     return names
 
 
-def test_every_signal_is_tried_here():
+def test_signals_are_all_tried_here():
     assert {*SICK, "gradient_not_finite"} == set(
         SIGNALS
     )  # which tests/metrics/test_gradients.py tries
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_what_is_wrong_is_said_once(tiny_model, tmp_path, warned, name):
+def test_sick_run_is_warned_of_once(tiny_model, tmp_path, warned, name):
     batch, number, ages, settings = SICK[name]
     batches = [batch(tiny_model, seed) for seed in range(number + 2)]
     trainer = run(tiny_model, tmp_path, batches, ages, **settings)
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said_once(tiny_model, tmp_path, warned, name):
 
 
 @pytest.mark.parametrize("name", [name for name in SICK if SIGNALS[name].patience > 1])
-def test_a_few_bad_batches_are_not_yet_a_warning(tiny_model, tmp_path, warned, name):
+def test_few_bad_batches_are_no_warning_yet(tiny_model, tmp_path, warned, name):
     batch, number, ages, settings = SICK[name]
     assert number == SIGNALS[name].patience
     run(
@@ -200,7 +200,7 @@ def test_a_few_bad_batches_are_not_yet_a_warning(tiny_model, tmp_path, warned, n
     assert name not in warned()
 
 
-def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_path, warned):
+def test_healthy_run_measures_all_without_warning(tiny_model, tmp_path, warned):
     batches = [groups(tiny_model, seed) for seed in range(12)]
     trainer = run(tiny_model, tmp_path, batches, [0], loss_type="dr_grpo", max_completion_length=12)
     assert warned() == []
@@ -220,9 +220,7 @@ def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_
     ],
     ids=["stuck", "every step skipped", "one step skipped", "nothing to learn", "a warm-up"],
 )
-def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(
-    steps, should_move, expected
-):
+def test_unmoved_weights_count_only_if_meant_to_move(steps, should_move, expected):
     movement, weights = Movement(), [torch.ones(3, 4), torch.ones(5)]
     counts = [
         movement.measure(weights, *batch)["unmoved_weights"]
@@ -242,7 +240,7 @@ def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(
     ],
     ids=["a learning rate of 0", "groups without variance"],
 )
-def test_weights_that_are_to_stay_are_no_warning(tiny_model, tmp_path, warned, quiet):
+def test_weights_meant_to_stay_are_no_warning(tiny_model, tmp_path, warned, quiet):
     batch, settings = quiet
     run(tiny_model, tmp_path, [batch(tiny_model, seed) for seed in range(7)], [0], **settings)
     assert "unmoved_weights" not in warned()
@@ -250,7 +248,7 @@ def test_weights_that_are_to_stay_are_no_warning(tiny_model, tmp_path, warned, q
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (SAMPLED,), (32, 32), (8, 10, 10), (0, 4)])
-def test_one_value_that_moves_is_seen_in_a_small_tensor_of_any_shape(shape, dtype):
+def test_single_move_is_seen_in_any_small_tensor(shape, dtype):
     """By the smallest step that the dtype has."""
     movement, still, weights = (
         Movement(),
@@ -273,7 +271,7 @@ def test_one_value_that_moves_is_seen_in_a_small_tensor_of_any_shape(shape, dtyp
     )
 
 
-def test_large_tensor_that_moves_as_a_whole_is_seen_by_few_of_its_values():
+def test_large_tensor_movement_is_seen_by_few_values():
     movement, weights = Movement(), torch.zeros(1000, 3000)
     for step in range(4):
         assert movement.measure([weights], step, True)["unmoved_weights"] == 0
@@ -281,9 +279,7 @@ def test_large_tensor_that_moves_as_a_whole_is_seen_by_few_of_its_values():
 
 
 @pytest.mark.slow
-def test_a_reward_that_rises_slowly_through_its_noise_is_no_stalled_one(
-    tiny_model, tmp_path, warned
-):
+def test_slowly_rising_reward_is_not_stalled(tiny_model, tmp_path, warned):
     def rising(seed: int) -> list[Group]:
         return [
             group | {"scores": [s + 0.02 * seed for s in group["scores"]]}
@@ -301,9 +297,7 @@ def test_a_reward_that_rises_slowly_through_its_noise_is_no_stalled_one(
 
 
 @pytest.mark.parametrize(("coef", "share"), [(0.0, 0.5), (0.1, 0.25)])
-def test_rows_that_are_learned_from_in_another_way_need_no_variance(
-    tiny_model, tmp_path, coef, share
-):
+def test_rows_learned_otherwise_need_no_variance(tiny_model, tmp_path, coef, share):
     batch = groups(tiny_model, 0, scores=[1.0] * SIZE)
     batch[0] |= {"group_overrides": {"sft": True}}
     batch[1] |= {"advantages": [[0.5] * len(tokens) for tokens in batch[1]["tokens"]]}
@@ -316,7 +310,7 @@ def test_rows_that_are_learned_from_in_another_way_need_no_variance(
 # ------------------------------------------------------------------------------ trainer and sampler
 
 
-def test_the_gap_to_the_sampler_is_told_by_staleness(tiny_model, tmp_path):
+def test_sampler_gap_is_told_by_staleness(tiny_model, tmp_path):
     shifts = [0.125, -0.25, 0.5, -1.0]
     batch = [
         shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
@@ -336,9 +330,7 @@ def test_the_gap_to_the_sampler_is_told_by_staleness(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
-def test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes(
-    tiny_model, tmp_path, mode
-):
+def test_ratios_are_told_before_correction(tiny_model, tmp_path, mode):
     shifts = (0.0, 1.0, 2.0, -0.5)
     batch = [
         shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
@@ -355,7 +347,7 @@ def test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes(
     assert log["sampling/importance_ratio_before/max"] == pytest.approx(ratios[2], rel=1e-4)
 
 
-def test_a_sequence_that_is_masked_counts_with_all_its_tokens(tiny_model, tmp_path):
+def test_masked_sequence_counts_with_all_its_tokens(tiny_model, tmp_path):
     shifts = (0.0, 0.15, 0.0, 0.0)
     batch = [
         shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
@@ -371,9 +363,7 @@ def test_a_sequence_that_is_masked_counts_with_all_its_tokens(tiny_model, tmp_pa
 
 
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_correction": False}, {}])
-def test_nothing_is_said_about_a_sampler_that_nothing_is_known_of(
-    tiny_model, tmp_path, warned, settings
-):
+def test_unknown_sampler_gives_no_metric_or_warning(tiny_model, tmp_path, warned, settings):
     missing = [make_group(tiny_model, SIZE, i, logprobs="absent") for i in range(4)]
     batch = groups(tiny_model, 0) if settings else missing
     log = step_logs(run(tiny_model, tmp_path, [batch] * 3, [0], **settings))[2]
@@ -384,7 +374,7 @@ def test_nothing_is_said_about_a_sampler_that_nothing_is_known_of(
 # -------------------------------------------------------------------------------- thresholds, stops
 
 
-def test_a_warning_may_end_the_run(tiny_model, tmp_path):
+def test_warning_may_end_run(tiny_model, tmp_path):
     batch, number, ages, _ = SICK["zero_variance"]
     batches = [batch(tiny_model, seed) for seed in range(number + 2)]
     with pytest.raises(
@@ -395,9 +385,7 @@ def test_a_warning_may_end_the_run(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_warning_about_the_sampler_ends_the_run_before_another_step(
-    tiny_model, tmp_path, iterations
-):
+def test_sampler_warning_ends_run_before_next_step(tiny_model, tmp_path, iterations):
     """Also where only the passes that train find it out."""
     steps: list[int] = []
     batches, patience = (
@@ -415,14 +403,14 @@ def test_a_warning_about_the_sampler_ends_the_run_before_another_step(
     assert len(steps) == (patience - 1) * iterations
 
 
-def test_a_warning_that_is_not_named_does_not_end_the_run(tiny_model, tmp_path, warned):
+def test_unnamed_warning_does_not_end_run(tiny_model, tmp_path, warned):
     batch, number, ages, _ = SICK["zero_variance"]
     batches = [batch(tiny_model, seed) for seed in range(number)]
     run(tiny_model, tmp_path, batches, ages, stop_on_warnings=["truncated"])
     assert warned() == ["zero_variance"]
 
 
-def test_a_threshold_can_be_raised_until_nothing_is_said(tiny_model, tmp_path, warned):
+def test_raised_threshold_silences_warning(tiny_model, tmp_path, warned):
     batch, number, ages, _ = SICK["zero_variance"]
     batches = [batch(tiny_model, seed) for seed in range(number)]
     run(tiny_model, tmp_path, batches, ages, warning_thresholds={"zero_variance": 1})
@@ -430,21 +418,21 @@ def test_a_threshold_can_be_raised_until_nothing_is_said(tiny_model, tmp_path, w
 
 
 @pytest.mark.parametrize(("fine", "times"), [(FINE_AGAIN - 1, 1), (FINE_AGAIN, 2)])
-def test_a_signal_warns_again_only_after_it_was_fine_for_long(warned, fine, times):
+def test_signal_warns_again_only_after_long_health(warned, fine, times):
     health = Health({}, [])
     for value in [1.0] * 40 + [0.0] * fine + [1.0] * 40:
         health.check({"zero_variance": value})
     assert warned() == ["zero_variance"] * times
 
 
-def test_bad_batches_among_good_ones_are_no_warning(warned):
+def test_bad_batches_among_good_are_no_warning(warned):
     health = Health({}, [])
     for value in [1.0, 0.0] * 20:
         health.check({"zero_variance": value})
     assert warned() == []
 
 
-def test_a_batch_in_which_a_signal_is_not_measured_changes_nothing_about_it(warned):
+def test_unmeasured_batch_leaves_signal_unchanged(warned):
     health = Health({}, [])
     for _ in range(SIGNALS["logprob_gap"].patience):
         health.check({"logprob_gap": 5.0})
@@ -452,7 +440,7 @@ def test_a_batch_in_which_a_signal_is_not_measured_changes_nothing_about_it(warn
     assert warned() == ["logprob_gap"]
 
 
-def test_thresholds_and_stops_are_understood_in_a_recipe_and_on_the_command_line(tmp_path):
+def test_thresholds_are_read_from_recipe_and_flags(tmp_path):
     settings = {
         "warning_thresholds": {"truncated": 0.5, "reward_stalled": 30},
         "stop_on_warnings": "zero_variance",
@@ -483,11 +471,11 @@ def test_thresholds_and_stops_are_understood_in_a_recipe_and_on_the_command_line
         ({}, ""),
     ],
 )
-def test_the_line_of_a_step_shows_how_old_rollouts_are_and_that_some_were_dropped(logs, cells):
+def test_step_line_shows_staleness_and_dropped_share(logs, cells):
     assert format_line(7, 10, logs) == f"step  7/10  {cells}"
 
 
-def test_the_share_that_is_dropped_is_of_all_that_came():
+def test_dropped_share_is_of_all_received_rows():
     metrics = {
         "rollouts/dropped_too_long": 1.0,
         "rollouts/dropped_stale": 2.0,

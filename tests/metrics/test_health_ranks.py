@@ -115,9 +115,7 @@ def ranks(tiny_model, recorded) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_and_the_measures_of_one(
-    tiny_model, recorded, tmp_path, ranks, name
-):
+def test_two_processes_step_and_measure_like_one(tiny_model, recorded, tmp_path, ranks, name):
     alone = step_logs(
         train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name])
     )
@@ -138,19 +136,19 @@ def test_two_processes_take_the_steps_and_the_measures_of_one(
     assert ("distillation/kl" in alone[0]) is name.startswith("distillation")
 
 
-def test_warnings_are_given_on_rank_0_alone(ranks):
+def test_warnings_come_from_rank_0_alone(ranks):
     assert len(ranks[0]["warnings"]) > 0
     assert ranks[1]["warnings"] == []
 
 
-def test_a_stop_reaches_all_ranks(ranks):
+def test_stop_reaches_all_ranks(ranks):
     for told in ranks:
         assert told["error"].endswith(
             "The run stops, because `stop_on_warnings` lists 'constant_rewards'."
         )
 
 
-def test_messages_of_one_ranks_rows_are_in_everyones_place_of_the_table(ranks, recorded):
+def test_messages_column_stays_for_rows_without_any(ranks, recorded):
     """Only the last rows of the second batch have messages, and all of these are rank 1's."""
     tables = sorted((recorded / "two/plain/completions").glob("*.parquet"))
     assert len(tables) == STEPS

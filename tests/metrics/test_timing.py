@@ -215,7 +215,7 @@ def assert_steps_are(trainer: AtroposGRPOTrainer, **seconds: float) -> None:
 # ---------------------------------------------------------------------------------------- the speed
 
 
-def test_a_steps_tokens_are_counted_once_each(tiny_model, tmp_path):
+def test_tokens_of_step_are_counted_once(tiny_model, tmp_path):
     """Of two optimizer steps on each batch, in two rounds: a token is sampled once and trained on
     twice."""
     numbers = [
@@ -248,7 +248,7 @@ def test_a_steps_tokens_are_counted_once_each(tiny_model, tmp_path):
         assert log["speed/mfu"] == pytest.approx(log["speed/trained_tokens_per_second"] / 1e6)
 
 
-def test_the_operations_of_a_token_are_those_of_the_weights(tiny_model, tmp_path):
+def test_flops_per_token_are_those_of_weights(tiny_model, tmp_path):
     model = load_policy(tiny_model)
     number = sum(parameter.numel() for parameter in model.parameters())
     assert timing.flops_per_token(model) == 6 * number
@@ -280,7 +280,7 @@ def test_the_operations_of_a_token_are_those_of_the_weights(tiny_model, tmp_path
 # ------------------------------------------------------------------------------------ the stopwatch
 
 
-def test_a_part_inside_another_is_taken_out_of_it(ticking):
+def test_nested_part_is_taken_out_of_outer_one(ticking):
     stopwatch = Stopwatch()
     with stopwatch.part(COMPUTE):
         ticking(2)
@@ -295,7 +295,7 @@ def test_a_part_inside_another_is_taken_out_of_it(ticking):
     }
 
 
-def test_a_part_that_raises_is_left(ticking):
+def test_raising_part_is_left(ticking):
     stopwatch = Stopwatch()
     with pytest.raises(KeyError), stopwatch.part(COMPUTE):
         raise KeyError
@@ -306,7 +306,7 @@ def test_a_part_that_raises_is_left(ticking):
     }
 
 
-def test_what_is_in_no_part_belongs_to_the_optimizer_only_until_the_step_ends(ticking):
+def test_optimizer_gets_rest_only_until_step_ends(ticking):
     stopwatch = Stopwatch()
     stopwatch.rest_is(OPTIMIZER)
     ticking(2)
@@ -340,7 +340,7 @@ def test_what_is_in_no_part_belongs_to_the_optimizer_only_until_the_step_ends(ti
         "iterations and a reference",
     ],
 )
-def test_the_parts_add_up_to_the_steps_wall_time(tiny_model, tmp_path, settings):
+def test_parts_add_up_to_wall_time_of_step(tiny_model, tmp_path, settings):
     settings = {"per_device_train_batch_size": 32, "max_steps": STEPS} | settings
     trainer = make_trainer(tiny_model, tmp_path, *batches(tiny_model), **settings)
     clocks = Clocks(trainer)
@@ -355,7 +355,7 @@ def test_the_parts_add_up_to_the_steps_wall_time(tiny_model, tmp_path, settings)
         assert step[COMPUTE] >= 0.2
 
 
-def test_the_parts_are_means_over_the_logged_steps(tiny_model, tmp_path):
+def test_parts_are_means_over_logged_steps(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model,
         tmp_path,
@@ -374,7 +374,7 @@ def test_the_parts_are_means_over_the_logged_steps(tiny_model, tmp_path):
         clocks.assert_between(2 * logged[index]["step"], 2 * index - 1, 2 * index + 1)
 
 
-def test_waiting_for_a_source_is_waiting_and_nothing_else(ticking, tiny_model, tmp_path):
+def test_source_wait_counts_as_waiting_only(ticking, tiny_model, tmp_path):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     args = AtroposGRPOConfig(
         **arguments(
@@ -392,7 +392,7 @@ def test_waiting_for_a_source_is_waiting_and_nothing_else(ticking, tiny_model, t
     assert_steps_are(trainer, **{WAIT: PAUSE, COMPUTE: PAUSE})
 
 
-def test_publishing_is_not_counted_as_the_optimizers(ticking, tiny_model, tmp_path):
+def test_publishing_is_not_counted_as_optimizer(ticking, tiny_model, tmp_path):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     args = AtroposGRPOConfig(
         **arguments(
@@ -408,9 +408,7 @@ def test_publishing_is_not_counted_as_the_optimizers(ticking, tiny_model, tmp_pa
     assert_steps_are(trainer, **{PUBLISH: PAUSE, OPTIMIZER: 2 * PAUSE})
 
 
-def test_what_comes_between_backward_and_the_end_of_the_step_is_the_optimizers(
-    ticking, tiny_model, tmp_path
-):
+def test_time_after_backward_counts_as_optimizer(ticking, tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model,
         tmp_path,
@@ -425,9 +423,7 @@ def test_what_comes_between_backward_and_the_end_of_the_step_is_the_optimizers(
     assert_steps_are(trainer, **{COMPUTE: 4.0, OPTIMIZER: 3 * PAUSE, OTHER: PAUSE})
 
 
-def test_the_old_policys_forward_is_compute_and_not_ingest(
-    ticking, tiny_model, tmp_path, monkeypatch
-):
+def test_old_policy_forward_counts_as_compute(ticking, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(AtroposGRPOTrainer, "_scores_first", True)
     trainer = make_trainer(
         tiny_model, tmp_path, *batches(tiny_model), per_device_train_batch_size=32, max_steps=STEPS
@@ -438,7 +434,7 @@ def test_the_old_policys_forward_is_compute_and_not_ingest(
     assert_steps_are(trainer, **{COMPUTE: 2 * PAUSE})
 
 
-def test_saving_and_callbacks_are_other_and_saving_is_told_by_itself(tiny_model, tmp_path):
+def test_saving_and_callbacks_count_as_other(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model,
         tmp_path,
@@ -489,7 +485,7 @@ class Deliveries(TrainerCallback):
 @pytest.mark.parametrize(
     ("publisher", "left"), [(SlowPublisher, [0, 0, 2]), (NullPublisher, [2, 2, 2])]
 )
-def test_the_next_batch_is_pulled_from_the_pause_on_and_none_after_the_last(
+def test_next_batch_is_pulled_from_pause_on(
     restartable_api,  # noqa: F811
     tiny_model,
     tmp_path,
@@ -526,9 +522,7 @@ def after_a_pause(function):
 
 
 @pytest.mark.server
-def test_what_the_fence_does_around_the_optimizers_step_is_publishing(
-    server, tiny_model, tmp_path, monkeypatch
-):
+def test_fence_around_optimizer_counts_as_publishing(server, tiny_model, tmp_path, monkeypatch):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     publisher = trainers.make_publisher(server, tmp_path)
     monkeypatch.setattr(publisher.transfer, "send", after_a_pause(publisher.transfer.send))
@@ -584,15 +578,15 @@ def logged(**seconds: float) -> dict[str, float]:
         ({WAIT: 4.5, COMPUTE: 4.5, OTHER: 1}, None),
     ],
 )
-def test_the_bottleneck_is_named_where_one_thing_takes_at_least_half_of_the_step(seconds, text):
+def test_bottleneck_is_named_from_half_of_step_on(seconds, text):
     assert bottleneck(logged(**seconds)) == text
 
 
-def test_without_a_step_nothing_is_named():
+def test_logs_without_step_name_no_bottleneck():
     assert bottleneck({"reward": 1.0}) is None
 
 
-def test_the_bottleneck_is_told_at_first_and_when_another_one_has_stayed_for_two_logs():
+def test_changed_bottleneck_is_told_after_two_logs():
     waiting, computing = {WAIT: 6.1, COMPUTE: 3.9}, {WAIT: 3.9, COMPUTE: 6.1}
     neither = {WAIT: 4.0, COMPUTE: 4.0, PUBLISH: 2.0}
     lines = LineCallback()

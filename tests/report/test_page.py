@@ -70,7 +70,7 @@ def page(browser: Browser, report: Path) -> Iterator[Page]:
     page.close()
 
 
-def test_curves_of_everything_that_was_logged_are_drawn_with_one_for_each_environment(page):
+def test_curves_show_each_metric_and_environment(page):
     titles = page.evaluate(texts_of("#curves .chart figcaption strong"))
     assert titles[:2] == ["Reward", "Evaluation held_out"]
     for part in (
@@ -97,7 +97,7 @@ def test_curves_of_everything_that_was_logged_are_drawn_with_one_for_each_enviro
     assert "(51 %)" in page.evaluate("document.getElementById('charts').textContent")
 
 
-def test_a_curve_is_read_by_keyboard(page):
+def test_curve_is_read_by_keyboard(page):
     reading = "document.querySelector('#progress figure .reading').textContent"
     assert page.evaluate(reading) == f"step {STEPS}"
     page.evaluate("document.querySelector('#progress figure .drawing svg').focus()")
@@ -105,7 +105,7 @@ def test_a_curve_is_read_by_keyboard(page):
     assert page.evaluate(reading) == f"step {STEPS - 1}"
 
 
-def test_rollouts_are_filtered_by_reward_environment_and_step(page):
+def test_rollouts_filter_by_reward_environment_step(page):
     assert page.evaluate(COUNT) == "1984 of 1984 rollouts"
     page.fill("reward_from", "0.5")
     page.fill("reward_to", "0.6")
@@ -127,7 +127,7 @@ def test_rollouts_are_sorted_by_reward(page):
     assert len(scores) > 5 and scores == sorted(scores, reverse=True)
 
 
-def test_a_group_is_opened_and_its_rollouts_read_one_by_one(page):
+def test_opened_group_shows_rollouts_one_by_one(page):
     page.fill("view", "groups")
     assert page.evaluate(COUNT) == "248 of 248 groups"
     page.click("#list [data-row='3']")
@@ -158,7 +158,7 @@ def test_turns_are_apart_and_masked_tokens_grey(page):
     assert page.evaluate(f"{masked}.every((token) => !token.style.backgroundColor)")
 
 
-def test_tokens_are_coloured_by_advantage_or_by_log_probability(page):
+def test_tokens_are_coloured_by_advantage_or_logprob(page):
     page.fill("environment", "is environment 0")
     page.fill("step_from", "5")
     colors = (
@@ -178,7 +178,7 @@ def test_tokens_are_coloured_by_advantage_or_by_log_probability(page):
     assert "token 1 of" in page.evaluate("document.querySelector('.token-reading').textContent")
 
 
-def test_tokens_are_coloured_by_the_gap_between_trainer_and_sampler(page):
+def test_tokens_are_coloured_by_sampler_gap(page):
     page.fill("environment", "is environment 0")
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
@@ -201,7 +201,7 @@ def test_tokens_are_coloured_by_the_gap_between_trainer_and_sampler(page):
     assert re.search(r"Trainer–sampler gapmean \d\.\d+, largest \d\.\d+ nats", facts)
 
 
-def test_a_rollout_that_was_not_trained_has_no_gap_and_the_page_says_so(page):
+def test_untrained_rollout_has_no_gap_and_says_so(page):
     page.evaluate("document.getElementById('list').focus()")
     page.press("End", 35)
     page.wait_for("document.querySelector('#detail h3')?.textContent === 'Rollout 1983'")
@@ -212,7 +212,7 @@ def test_a_rollout_that_was_not_trained_has_no_gap_and_the_page_says_so(page):
 @pytest.mark.parametrize(
     ("view", "sort"), [("rollouts", "gap"), ("rollouts", "gap_max"), ("groups", "gap")]
 )
-def test_rollouts_and_groups_are_sorted_by_gap_and_the_list_shows_it(page, view, sort):
+def test_rollouts_and_groups_are_sorted_by_gap(page, view, sort):
     page.fill("view", view)
     page.fill("sort", sort)
     page.fill("order", "down")
@@ -224,7 +224,7 @@ def test_rollouts_and_groups_are_sorted_by_gap_and_the_list_shows_it(page, view,
     assert page.evaluate(row("more"))[-1] == "–"  # not trained yet
 
 
-def test_where_no_gap_is_known_the_page_says_why_and_offers_none(browser, tmp_path):
+def test_page_without_gaps_says_why_and_offers_none(browser, tmp_path):
     folder = make_run(tmp_path / "run", 2)
     for path in (folder / "rollouts").glob("trainer-*"):
         path.unlink()
@@ -246,7 +246,7 @@ def test_where_no_gap_is_known_the_page_says_why_and_offers_none(browser, tmp_pa
     page.close()
 
 
-def test_the_list_is_used_by_keyboard(page):
+def test_list_is_used_by_keyboard(page):
     page.evaluate("document.getElementById('list').focus()")
     page.press("End", 35)
     page.wait_for("document.querySelector('#detail h3')?.textContent === 'Rollout 1983'")
@@ -256,7 +256,7 @@ def test_the_list_is_used_by_keyboard(page):
     page.wait_for("document.querySelector('#detail h3').textContent === 'Rollout 1982'")
 
 
-def test_a_character_whose_bytes_are_tokens_of_their_own_is_shown_as_one(page):
+def test_multi_token_character_is_shown_as_one(page):
     page.fill("environment", "is environment 0")
     page.click("#list [data-row='16']")
     page.wait_for_element("#detail .tokens")
@@ -275,7 +275,7 @@ def test_hostile_text_is_shown_and_not_run(page):
     assert page.evaluate("window.hacked === undefined && document.images.length === 0")
 
 
-def test_the_theme_follows_the_system_until_it_is_switched(page):
+def test_theme_follows_system_until_switched(page):
     light = "getComputedStyle(document.body).backgroundColor === 'rgb(255, 255, 255)'"
     page.prefer("dark")
     assert not page.evaluate(light)
@@ -289,7 +289,7 @@ def test_the_theme_follows_the_system_until_it_is_switched(page):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1000])
-def test_nothing_is_wider_than_the_window_or_hidden_by_the_header(page, width, theme):
+def test_page_fits_window_and_header_hides_nothing(page, width, theme):
     page.prefer(theme)
     page.resize(width, 850)
     page.click("#list [data-row='0']")
@@ -308,7 +308,7 @@ def test_nothing_is_wider_than_the_window_or_hidden_by_the_header(page, width, t
         assert max(0, header) <= top < 450, section
 
 
-def test_the_run_is_told_at_first_glance(page):
+def test_run_is_told_at_first_glance(page):
     tiles = page.evaluate(
         "[...document.querySelectorAll('#tiles div')].map((tile) => tile.innerText.split('\\n'))"
     )
@@ -333,7 +333,7 @@ def test_the_run_is_told_at_first_glance(page):
     assert page.evaluate(texts_of("#samples .prompt"))[0].startswith("Say the first letter: ")
 
 
-def test_rollouts_are_found_by_their_text_and_by_what_became_of_them(page):
+def test_rollouts_are_found_by_text_and_fate(page):
     page.wait_for("document.documentElement.dataset.texts === 'read'")
     page.fill("text", "GRÜSSE AN")
     assert page.evaluate(COUNT) == "0 of 1984 rollouts"
@@ -347,7 +347,7 @@ def test_rollouts_are_found_by_their_text_and_by_what_became_of_them(page):
     assert page.evaluate(COUNT) == "0 of 1984 rollouts"
 
 
-def test_a_link_opens_one_rollout(browser, report):
+def test_link_opens_one_rollout(browser, report):
     page = browser.page()
     page.resize(1440, 900)
     page.open(report, "#rollout-1201")
@@ -369,7 +369,7 @@ def test_a_link_opens_one_rollout(browser, report):
 
 
 @pytest.mark.slow
-def test_a_run_of_1000_steps_and_64000_rollouts_opens_at_once(browser, tmp_path):
+def test_large_run_opens_at_once(browser, tmp_path):
     folder = make_run(tmp_path / "run", LARGE)
     text, told = build(folder)
     assert "1000 steps" in told and "of 64064 rollouts" in told

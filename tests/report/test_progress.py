@@ -98,9 +98,7 @@ def batches_of(model, number: int) -> list:
     return [uniform_batch(model, 4, 2, seed) for seed in range(number)]
 
 
-def test_on_a_terminal_one_bar_shows_reward_staleness_and_bottleneck_below_a_line_per_step(
-    tiny_model, tmp_path
-):
+def test_terminal_shows_one_bar_below_step_lines(tiny_model, tmp_path):
     recording = record(tmp_path / "rollouts.jsonl", *batches_of(tiny_model, 3))
     settings = arguments(
         tmp_path / "run", max_steps=3, disable_tqdm=False, replay_paths=[recording]
@@ -119,9 +117,7 @@ def test_on_a_terminal_one_bar_shows_reward_staleness_and_bottleneck_below_a_lin
     assert lines[-1] == bar
 
 
-def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(
-    tiny_model, tmp_path, monkeypatch
-):
+def test_file_gets_each_step_line_at_once_and_no_bar(tiny_model, tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     out, err = tmp_path / "out", tmp_path / "err"
     seen: list[int] = []
@@ -143,7 +139,7 @@ def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(
     assert "%|" not in err.read_text() and "\r" not in out.read_text() + err.read_text()
 
 
-def test_a_warning_stands_once_and_whole_above_the_bar(tiny_model, tmp_path, own_console):
+def test_warning_stands_once_and_whole_above_bar(tiny_model, tmp_path, own_console):
     settings = {
         "max_steps": 5,
         "disable_tqdm": False,
@@ -175,9 +171,7 @@ def own_console():
     logging.enable_propagation()
 
 
-def test_the_table_of_completions_has_each_row_and_begins_on_a_line_of_its_own(
-    tiny_model, tmp_path
-):
+def test_completion_table_has_all_rows_and_own_line(tiny_model, tmp_path):
     encode = AutoTokenizer.from_pretrained(tiny_model).encode
     words, prompt = ["first", "second", "third", "fourth"], encode("say it")
     rows = [(len(prompt) * [-100], encode(word)) for word in words]
@@ -212,7 +206,7 @@ def test_the_table_of_completions_has_each_row_and_begins_on_a_line_of_its_own(
     assert len(rows) == 4
 
 
-def test_a_bar_of_the_users_own_stays():
+def test_users_own_bar_stays():
     class Own(ProgressCallback):
         pass
 
@@ -222,7 +216,7 @@ def test_a_bar_of_the_users_own_stays():
     assert handler.callbacks[0] is own and type(handler.callbacks[1]) is LineCallback
 
 
-def test_without_a_bar_transformers_prints_as_it_does(tiny_model, tmp_path, capsys):
+def test_transformers_prints_as_usual_without_bar(tiny_model, tmp_path, capsys):
     make_trainer(
         tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), disable_tqdm=True
     ).train()
@@ -232,7 +226,7 @@ def test_without_a_bar_transformers_prints_as_it_does(tiny_model, tmp_path, caps
 @pytest.mark.parametrize(
     ("waited", "told"), [(8.0, ", the environments cannot keep up"), (1.0, "")]
 )
-def test_the_bar_names_the_bottleneck_if_there_is_one(waited, told):
+def test_bar_names_bottleneck_if_any(waited, told):
     times = {f"time/{part}": 1.0 for part in PARTS} | {f"time/{WAIT}": waited}
     logs = {"reward": 0.5, "rollouts/staleness_mean": 1.0, "time/step": sum(times.values())} | times
     assert format_postfix(logs) == f"reward 0.500, stale 1.0{told}"
@@ -261,7 +255,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 180])
-def test_a_line_has_the_columns_that_the_terminal_has_room_for(width):
+def test_line_has_columns_fitting_terminal(width):
     line, *news = format_line(
         300, 300, LOGS, "the trainer is the bottleneck: 60 %", width
     ).splitlines()
@@ -276,7 +270,7 @@ def test_a_line_has_the_columns_that_the_terminal_has_room_for(width):
     assert whole.endswith("MFU 40.0%  (the trainer is the bottleneck: 60 %)") and len(whole) > 180
 
 
-def test_the_share_that_is_dropped_is_shown_when_there_is_one():
+def test_dropped_share_is_shown_if_any():
     assert format_line(1, 9, {"reward": 0.0, "health/dropped": 0.0}) == "step 1/9  reward 0.000"
     assert (
         format_line(1, 9, {"reward": 0.0, "health/dropped": 0.25})

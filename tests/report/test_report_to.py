@@ -41,7 +41,7 @@ def told(folder: Path) -> Logged:
     return logged
 
 
-def test_tensorboard_gets_every_metric_of_every_step_below_the_runs_folder(tiny_model, tmp_path):
+def test_tensorboard_gets_every_metric_of_every_step(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
     make_trainer(tiny_model, tmp_path, *batches, max_steps=2, report_to="tensorboard").train()
     (events,) = (tmp_path / "run").glob("runs/*/events.out.tfevents.*")
@@ -79,7 +79,7 @@ def reported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.slow
-def test_weights_and_biases_gets_every_metric_of_every_step_also_offline(reported):
+def test_offline_wandb_gets_every_metric_of_every_step(reported):
     pytest.importorskip("wandb")
     (path,) = reported.glob("wandb/offline-run-*/run-*.wandb")
     assert_same(list(wandb_history(path)), told(reported / "run"))
@@ -123,7 +123,7 @@ def wandb_history(path: Path) -> Iterator[dict]:
 
 
 @pytest.mark.slow
-def test_the_main_job_keeps_one_log_with_the_settings_of_the_model(reported, tiny_model):
+def test_main_job_keeps_one_log_with_model_settings(reported, tiny_model):
     entries = [json.loads(line) for line in (reported / "run" / LOG).read_text().splitlines()]
     (begin,) = [entry for entry in entries if "begin" in entry]
     assert begin["model"]["model_name_or_path"] == tiny_model.name and "lora_r" in begin["model"]
@@ -149,9 +149,7 @@ def make_spooled(model: Path, folder: Path, number: int, **settings) -> AtroposG
     return AtroposGRPOTrainer(str(model), args=config, rollout_source=Spooled(recording))
 
 
-def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(
-    tiny_model, tmp_path
-):
+def test_python_made_trainer_logs_for_report(tiny_model, tmp_path):
     trainer = make_spooled(
         tiny_model,
         tmp_path,
@@ -172,7 +170,7 @@ def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(
     assert run.began["model"] == {"model_name_or_path": tiny_model.name}
 
 
-def test_what_is_warned_of_after_a_run_was_broken_off_is_not_in_its_log(tiny_model, tmp_path):
+def test_warnings_after_broken_run_stay_out_of_log(tiny_model, tmp_path):
     trainer = make_spooled(tiny_model, tmp_path, 1, max_steps=2)
     with pytest.raises(RolloutError, match="is used up"):
         trainer.train()

@@ -78,7 +78,7 @@ class Folder:
         return rollouts_of(read_run(self.path))[0]
 
 
-def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path):
+def test_rows_are_known_by_step_and_staleness(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     folder.take(1, 0, 1, 2, 3)
@@ -94,7 +94,7 @@ def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path
     assert rows["stale"].tolist() == [0] * 4 + [1] * 2 + [UNKNOWN] * 4 + [0] * 2 + [UNKNOWN] * 4
 
 
-def test_without_a_log_nothing_is_said_about_steps_or_advantages(tmp_path):
+def test_rows_without_log_have_no_step_or_advantage(tmp_path):
     folder = Folder(tmp_path)
     (tmp_path / LOG).unlink()
     rows = folder.rows()
@@ -103,14 +103,14 @@ def test_without_a_log_nothing_is_said_about_steps_or_advantages(tmp_path):
     assert np.isnan(advantages(rows, read_run(tmp_path).config.get("scale_rewards"))).all()
 
 
-def test_a_log_that_began_in_the_middle_does_not_say_what_was_passed_over(tmp_path):
+def test_log_begun_mid_run_leaves_fates_unknown(tmp_path):
     folder = Folder(tmp_path)
     folder.begin(step=5)
     folder.take(6, 8, 9, 10, 11)
     assert folder.rows()["fate"].tolist()[:8] == [Fate.UNKNOWN] * 8
 
 
-def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
+def test_steps_abandoned_by_resume_are_forgotten(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     for step in (1, 2, 3):
@@ -130,7 +130,7 @@ def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
     assert rows["stale"].tolist()[4:8] == [1] * 4
 
 
-def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
+def test_staleness_counts_way_to_abandoned_version(tmp_path):
     folder = Folder(tmp_path, files=0)
     append(
         folder.spool,
@@ -145,7 +145,7 @@ def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
     assert folder.rows()["stale"].tolist() == [2] * 4  # back from 3 to 1, where the run went on
 
 
-def test_a_run_that_begins_anew_in_the_same_folder_has_a_log_of_its_own(tmp_path):
+def test_fresh_run_in_same_folder_has_own_log(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     folder.take(1, 0, 1, 2, 3)
@@ -155,7 +155,7 @@ def test_a_run_that_begins_anew_in_the_same_folder_has_a_log_of_its_own(tmp_path
     assert (run.batches, run.warnings, run.steps) == ([], [], 0)
 
 
-def test_batches_of_another_spool_say_nothing_about_the_rows_that_are_there(tmp_path):
+def test_batches_of_other_spool_tell_nothing_of_rows(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     folder.spool.name = "another"
@@ -163,7 +163,7 @@ def test_batches_of_another_spool_say_nothing_about_the_rows_that_are_there(tmp_
     assert set(folder.rows()["fate"]) == {Fate.UNKNOWN}
 
 
-def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path):
+def test_generation_batch_is_shown_for_all_its_steps(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     folder.take(1, 0, 1, 2, 3, last=2)
@@ -172,7 +172,7 @@ def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path)
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards):
+def test_advantages_equal_those_of_trainer(tmp_path, scale_rewards):
     folder, rng = Folder(tmp_path, files=0), np.random.default_rng(1)
     usual = [make_row(score=s, group_mean=0.3, group_std=0.2) for s in rng.normal(size=5)]
     special = [
@@ -187,7 +187,7 @@ def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards)
     np.testing.assert_allclose(advantages(folder.rows(), scale_rewards), expected, rtol=1e-5)
 
 
-def test_rewards_are_of_all_rollouts_and_not_of_the_selection(tmp_path):
+def test_rewards_cover_all_rollouts_not_selection(tmp_path):
     folder = make_run(tmp_path / "run", 4)
     rows, _ = rollouts_of(read_run(folder))
     found = page.rewards(rows, limit=100)
@@ -199,7 +199,7 @@ def test_rewards_are_of_all_rollouts_and_not_of_the_selection(tmp_path):
     assert joined["means"][0] == pytest.approx(np.mean(found[1]["means"][:2]), abs=1e-5)
 
 
-def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limits(tmp_path):
+def test_selection_takes_whole_groups_within_limits(tmp_path):
     rows, _ = rollouts_of(read_run(make_run(tmp_path / "run", 20)))
     chosen = page.select(rows, 200, 10**9)
     groups, sizes = np.unique(rows["group"][chosen], return_counts=True)
@@ -211,7 +211,7 @@ def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limi
     assert len(page.select(rows, 10**9, 10**9)) == len(rows)
 
 
-def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
+def test_packed_rollout_unfolds_into_written_row(tmp_path):
     folder = Folder(tmp_path, files=0)
     mask = np.array([True, True, False, False, True])
     logprobs = np.where(mask, -0.25, np.nan).astype(np.float32)
@@ -246,7 +246,7 @@ def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
     )
 
 
-def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path):
+def test_gaps_of_abandoned_training_are_forgotten(tmp_path):
     folder = Folder(tmp_path)
     files = TrainerLogprobs(tmp_path / "rollouts")
     for start in (0, 4, 8):
@@ -269,13 +269,13 @@ def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path
         (True, "no batch has been trained yet"),
     ],
 )
-def test_a_page_without_a_gap_says_why(tmp_path, correction, reason):
+def test_page_without_gap_says_why(tmp_path, correction, reason):
     folder = Folder(tmp_path)
     folder.begin(vllm_importance_sampling_correction=correction)
     assert reason in page.why_no_gap(read_run(tmp_path), folder.rows())
 
 
-def test_a_torn_file_of_the_trainers_log_probabilities_is_named_and_the_others_are_shown(tmp_path):
+def test_torn_logprob_file_is_named_and_rest_shown(tmp_path):
     folder = make_run(tmp_path / "run", 3)
     torn = sorted((folder / "rollouts").glob("trainer-*"))[1]
     torn.write_bytes(torn.read_bytes()[:500])
@@ -285,7 +285,7 @@ def test_a_torn_file_of_the_trainers_log_probabilities_is_named_and_the_others_a
     assert [name.partition(":")[0] for name in packed.unreadable] == [torn.name]
 
 
-def test_tokens_that_are_no_text_by_themselves_are_shown_as_bytes(tmp_path):
+def test_tokens_without_text_are_shown_as_bytes(tmp_path):
     from recipes.quickstart.make_model import byte_tokenizer
 
     tokenizer = byte_tokenizer()
@@ -307,7 +307,7 @@ def shown_data(page_text: str) -> dict:
     [lambda text: text[:500], lambda text: "", lambda text: "[]"],
     ids=["cut", "empty", "odd"],
 )
-def test_page_with_a_damaged_tokenizer_has_no_text_and_names_the_file(tmp_path, damage):
+def test_page_with_damaged_tokenizer_has_no_text(tmp_path, damage):
     folder = make_run(tmp_path / "run", 3)
     tokenizer = folder / "tokenizer.json"
     assert shown_data(build(folder)[0])["texts"]
@@ -320,7 +320,7 @@ def test_page_with_a_damaged_tokenizer_has_no_text_and_names_the_file(tmp_path, 
 
 
 @pytest.mark.parametrize("content", ["", '{"name": "a', "[]", "{}"])
-def test_page_with_a_damaged_name_of_its_rollouts_takes_it_from_the_log(tmp_path, content):
+def test_damaged_spool_name_is_taken_from_log(tmp_path, content):
     folder = make_run(tmp_path / "run", 3)
     whole = shown_data(build(folder)[0])
     (folder / "rollouts" / "spool.meta").write_text(content)
@@ -329,7 +329,7 @@ def test_page_with_a_damaged_name_of_its_rollouts_takes_it_from_the_log(tmp_path
     assert [name.partition(":")[0] for name in data["unreadable"]] == ["spool.meta"]
 
 
-def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):
+def test_torn_rollout_file_is_named_and_rest_shown(tmp_path):
     folder = make_run(tmp_path / "run", 3)
     torn = sorted((folder / "rollouts").glob("*.arrow"))[1]
     torn.write_bytes(torn.read_bytes()[:500])
@@ -338,7 +338,7 @@ def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):
     assert "192 of 192 rollouts" in build(folder)[1]
 
 
-def test_a_log_whose_last_line_is_half_written_is_read_up_to_it_and_written_on(tmp_path):
+def test_half_written_log_is_read_and_continued(tmp_path):
     folder = make_run(tmp_path / "run", 3, end=False)
     with (folder / LOG).open("a") as log:
         log.write('{"at": 1, "logs": {"rew')
@@ -350,7 +350,7 @@ def test_a_log_whose_last_line_is_half_written_is_read_up_to_it_and_written_on(t
     assert read_run(folder).ended == 3
 
 
-def test_the_trainer_writes_the_log_and_the_tokenizer_while_it_trains(tiny_model, tmp_path):
+def test_trainer_writes_log_and_tokenizer(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
     make_trainer(
         tiny_model, tmp_path, *batches, max_steps=3, warning_thresholds={"unknown_version": 0.0}
@@ -367,7 +367,7 @@ def test_the_trainer_writes_the_log_and_the_tokenizer_while_it_trains(tiny_model
     assert "3 steps, 1 warnings, 0 of 0 rollouts." in build(tmp_path / "run")[1]
 
 
-def test_a_full_disk_ends_the_log_with_a_warning_and_not_the_run(tmp_path, caplog):
+def test_full_disk_ends_log_and_not_run(tmp_path, caplog):
     (tmp_path / LOG).symlink_to("/dev/full")
     log = RunLog(tmp_path)
     log.open(TrainerState())
@@ -382,7 +382,7 @@ def report(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path):
+def test_command_writes_page_beside_run_or_elsewhere(tmp_path):
     folder = make_run(tmp_path / "run", 2)
     done = report(str(folder))
     assert done.returncode == 0, done.stderr
@@ -393,7 +393,7 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path
     assert (tmp_path / "other.html").exists()
 
 
-def test_a_folder_that_is_no_runs_is_refused_with_what_to_do(tmp_path):
+def test_folder_without_run_is_refused_with_fix(tmp_path):
     with pytest.raises(ReportError, match=r"is no folder\. Name a run's `output_dir`"):
         read_run(tmp_path / "missing")
     with pytest.raises(ReportError, match=r"has no run_log\.jsonl and no rollouts"):
@@ -406,13 +406,13 @@ def test_a_folder_that_is_no_runs_is_refused_with_what_to_do(tmp_path):
     )
 
 
-def test_an_output_that_cannot_be_written_is_refused_with_what_to_do(tmp_path):
+def test_unwritable_output_is_refused_with_fix(tmp_path):
     folder = make_run(tmp_path / "run", 1)
     done = report(str(folder), "--output", str(tmp_path / "missing" / "page.html"))
     assert done.returncode == 1 and "Name another with --output" in done.stderr
 
 
-def test_a_run_that_has_not_pulled_a_batch_yet_has_a_page(tmp_path):
+def test_run_without_batches_has_page(tmp_path):
     Spool(tmp_path / "rollouts", 1e9)
     assert "0 steps, 0 warnings, 0 of 0 rollouts." in build(tmp_path)[1]
     shutil.rmtree(tmp_path / "rollouts")
@@ -420,14 +420,14 @@ def test_a_run_that_has_not_pulled_a_batch_yet_has_a_page(tmp_path):
     assert "0 steps" in build(tmp_path)[1]
 
 
-def test_a_batch_of_nothing_but_rejected_groups_is_no_hindrance(tmp_path):
+def test_batch_of_rejected_groups_is_no_hindrance(tmp_path):
     folder = Folder(tmp_path, files=1)
     folder.spool.append(FileHeader(4, 4, DELIVERY, {"rejected": 4}), [])
     append(folder.spool, 8, make_row(), size=4)
     assert len(folder.rows()) == 5
 
 
-def test_secrets_are_not_in_the_log(tmp_path, tiny_model):
+def test_secrets_stay_out_of_log(tmp_path, tiny_model):
     secret = {
         "hub_token": "hf_abc",
         "atropos_url": "http://me:abc@127.0.0.1:8000",

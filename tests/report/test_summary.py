@@ -13,7 +13,7 @@ from trl_atropos.services.evaluation_results import Result, measures
 @pytest.mark.parametrize(
     ("replayed", "title"), [(False, "after training"), (True, "of the last batch")]
 )
-def test_a_probe_that_never_ran_is_not_called_zero(tmp_path, probe, told, replayed, title):
+def test_absent_probe_is_not_called_zero(tmp_path, probe, told, replayed, title):
     found = {"pass@1": 0.5, "pass@1_low": 0.4, "pass@1_high": 0.6}
     evaluations = [Result("task", step, found, (step, step), 1.0) for step in (0, 20, 10)]
     summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": probe, "wall_s": 3.0}
@@ -24,7 +24,7 @@ def test_a_probe_that_never_ran_is_not_called_zero(tmp_path, probe, told, replay
 
 
 @pytest.mark.parametrize("resumed_at", [0, 6])
-def test_what_is_of_the_last_start_only_is_said_so(tmp_path, resumed_at):
+def test_numbers_since_last_start_are_called_so(tmp_path, resumed_at):
     summary = {"reward_first": 0.25, "reward_last": 0.5, "probe_max_abs_diff": None, "wall_s": 3.0}
     log = RunLog(tmp_path)
     log.resumed_at = resumed_at
@@ -76,7 +76,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_mean_stands_first_where_scores_are_partial_and_no_interval_where_all_are_equal(kind):
+def test_mean_leads_if_partial_no_interval_if_equal(kind):
     (first, last), *wanted = LINES[kind]
     found = []
     for step, scores in ((0, first), (20, last)):
@@ -89,7 +89,7 @@ def test_mean_stands_first_where_scores_are_partial_and_no_interval_where_all_ar
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])
-def test_a_sample_is_one_line_of_the_terminals_width(tmp_path, monkeypatch, columns):
+def test_sample_is_one_line_of_terminal_width(tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     log, text = RunLog(tmp_path), {"long": "x\n" * 400, "short": "ab="}
     log.first_rollouts = [

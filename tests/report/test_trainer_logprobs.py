@@ -99,9 +99,7 @@ def logprobs(model: Path, row: Rollout) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_process_had_it(
-    tiny_model, run
-):
+def test_logprobs_match_model_of_each_step(tiny_model, run):
     rows = [
         row
         for path in sorted((run / "rollouts").glob("rows-*.arrow"))
@@ -124,7 +122,7 @@ def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_pr
 
 
 @pytest.mark.slow
-def test_the_report_of_the_run_has_the_gap_of_every_row(run):
+def test_report_has_gap_of_every_row(run):
     rows, _ = rollouts_of(read_run(run))
     packed = pack(rows.assign(advantage=0.0), run / "rollouts")
     scored, _ = trainer_logprobs(run / "rollouts", range(len(rows)))
@@ -141,7 +139,7 @@ def test_the_report_of_the_run_has_the_gap_of_every_row(run):
 
 
 @pytest.mark.slow
-def test_who_reads_the_rollouts_of_the_folder_reads_rollouts(run, tmp_path):
+def test_readers_of_folder_get_rollouts_only(run, tmp_path):
     folder = run / "rollouts"
     assert (
         datasets.load_dataset(str(folder), cache_dir=str(tmp_path))["train"].num_rows
@@ -171,7 +169,7 @@ def kept(folder: Path) -> dict[int, float]:
     }
 
 
-def test_rows_are_written_in_their_order_and_without_padding(tmp_path):
+def test_rows_are_written_in_order_without_padding(tmp_path):
     keep(TrainerLogprobs(tmp_path), 8)
     assert kept(tmp_path) == {8: -9.0, 9: -10.0, 10: -11.0, 11: -12.0}
     assert {
@@ -180,7 +178,7 @@ def test_rows_are_written_in_their_order_and_without_padding(tmp_path):
     } == {3}
 
 
-def test_what_a_resumed_run_had_written_of_rows_that_it_trains_again_is_forgotten(tmp_path):
+def test_logprobs_of_retrained_rows_are_forgotten(tmp_path):
     files = TrainerLogprobs(tmp_path)
     for start in (0, 4, 8, 12):
         keep(files, start)
@@ -188,7 +186,7 @@ def test_what_a_resumed_run_had_written_of_rows_that_it_trains_again_is_forgotte
     assert kept(tmp_path) == {i: -1.0 - i for i in range(6)} | {i: -2.0 - i for i in range(6, 10)}
 
 
-def test_they_go_when_the_spool_removes_their_rows(tmp_path):
+def test_logprobs_go_with_rows_removed_from_spool(tmp_path):
     spool, files = Spool(tmp_path, 1.0), TrainerLogprobs(tmp_path)
     for start in (0, 4, 8):
         append(spool, start, *rows_from(start))
@@ -200,7 +198,7 @@ def test_they_go_when_the_spool_removes_their_rows(tmp_path):
     assert max(kept(tmp_path)) == 17
 
 
-def test_a_disk_that_refuses_is_said_once_and_nothing_else_happens(tmp_path, caplog):
+def test_refusing_disk_is_told_once_and_harmless(tmp_path, caplog):
     files = TrainerLogprobs(tmp_path)
     keep(files, 0)
     in_the_way = tmp_path / ".trainer-000000000004.feather.tmp"  # where the file is written first

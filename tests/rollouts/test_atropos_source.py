@@ -66,19 +66,17 @@ def deliver_nan_batch(api: Api) -> None:
         api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
 
 
-def test_start_registers_the_batch_size_and_a_length_limit_that_lets_the_longest_sequence_in(
-    api, open_source
-):
+def test_registration_has_batch_size_and_max_length(api, open_source):
     open_source(api.url)
     assert api.get("/info") == {"batch_size": 4, "max_token_len": 65}
 
 
-def test_start_hands_environments_the_starting_step(api, open_source, run_info):
+def test_environments_get_starting_step(api, open_source, run_info):
     open_source(api.url, run=run_info(starting_step=7))
     assert api.get("/status")["current_step"] == 7
 
 
-def test_environments_are_told_of_the_run_and_of_no_last_step(
+def test_environments_get_run_facts_but_no_last_step(
     api, open_source, run_info, monkeypatch, tmp_path
 ):
     """One that stopped after the run's own number of steps would count batches that were
@@ -110,13 +108,11 @@ def test_environments_are_told_of_the_run_and_of_no_last_step(
         ({"hold_requests": True}, True),
     ],
 )
-def test_requests_are_held_by_default_where_what_they_sampled_would_be_stale(settings, held):
+def test_requests_are_held_by_default_at_staleness_0(settings, held):
     assert AtroposSource("http://127.0.0.1:1", **settings).hold_requests is held
 
 
-def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(
-    api, open_source
-):
+def test_requests_wait_only_if_batch_may_be_ready(api, open_source):
     class Book(VersionBook):
         def hold_requests(self, held: bool, let_in: float) -> None:
             assert held or let_in == 1
@@ -137,7 +133,7 @@ def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_grou
     assert calls[-1]
 
 
-def test_groups_larger_than_those_before_are_found_all_the_same(api, open_source):
+def test_larger_groups_are_found_after_smaller_ones(api, open_source):
     source = open_source(api.url, versions=VersionBook([], "", 0.0), hold_requests=True)
     api.deliver(*numbered_groups(0, 2))
     assert scores(source, 4) == [0, 1, 2, 3]
@@ -145,7 +141,7 @@ def test_groups_larger_than_those_before_are_found_all_the_same(api, open_source
     assert scores(source, 4) == [4, 5, 6, 7]
 
 
-def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_source):
+def test_environments_enter_at_first_poll_not_start(api, open_source):
     environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
     source = open_source(api.url)
     assert api.post("/register-env", environment)["status"] == "wait for trainer to start"
@@ -156,9 +152,7 @@ def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_so
     )
 
 
-def test_a_live_registration_with_another_batch_size_is_refused_with_both_values_and_the_fix(
-    api, open_source, run_info
-):
+def test_registration_of_other_batch_size_is_refused(api, open_source, run_info):
     open_source(api.url)
     with pytest.raises(
         RolloutError, match=r"batch_size 4 .* needs batch_size 8 [\s\S]*`reset_api: true`"
@@ -166,7 +160,7 @@ def test_a_live_registration_with_another_batch_size_is_refused_with_both_values
         open_source(api.url, run=run_info(batch_size=8))
 
 
-def test_reset_api_replaces_a_live_registration_and_its_queue(api, open_source, run_info):
+def test_reset_replaces_live_registration_and_queue(api, open_source, run_info):
     open_source(api.url)
     api.deliver(*numbered_groups(1, 2))
     source = open_source(api.url, run=run_info(batch_size=8), reset_api=True)
@@ -174,30 +168,26 @@ def test_reset_api_replaces_a_live_registration_and_its_queue(api, open_source, 
     assert source.poll(1, SHORT) is None
 
 
-def test_a_restarted_trainer_gets_what_the_live_api_kept(api, open_source):
+def test_restarted_trainer_gets_queue_of_live_api(api, open_source):
     open_source(api.url)
     api.deliver(*numbered_groups(1, 2))
     assert scores(open_source(api.url), 4) == [1, 2, 2, 3]
 
 
-def test_an_api_spoiled_by_a_delivery_before_any_registration_is_healed(
-    restartable_api, open_source
-):
+def test_api_spoiled_by_early_delivery_is_healed(restartable_api, open_source):
     restartable_api.deliver(make_group(0, 1))
     source = open_source(restartable_api.url)
     restartable_api.deliver(*numbered_groups(5, 6))
     assert scores(source, 4) == [5, 6, 6, 7]
 
 
-def test_rows_of_a_burst_come_oldest_first(api, open_source):
+def test_burst_comes_oldest_first(api, open_source):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
     assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
 
 
-def test_what_an_earlier_trainer_left_in_a_burst_comes_oldest_first_and_before_newer_rollouts(
-    api, open_source
-):
+def test_burst_of_dead_trainer_precedes_new_rows(api, open_source):
     open_source(api.url)
     api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
     # the earlier trainer took the newest batch of the burst, groups 5 and 6, and died
@@ -207,7 +197,7 @@ def test_what_an_earlier_trainer_left_in_a_burst_comes_oldest_first_and_before_n
     assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 8, 9]
 
 
-def test_poll_hands_out_exactly_what_is_asked_and_keeps_the_rest(api, open_source):
+def test_poll_gives_exact_number_and_keeps_rest(api, open_source):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2))
     assert scores(source, 3) == [1, 2, 2]
@@ -215,7 +205,7 @@ def test_poll_hands_out_exactly_what_is_asked_and_keeps_the_rest(api, open_sourc
     assert scores(source, 1) == [3]
 
 
-def test_poll_gives_up_after_its_timeout_and_goes_on_at_the_next_call(api, open_source):
+def test_poll_times_out_and_next_call_goes_on(api, open_source):
     source = open_source(api.url)
     before = time.monotonic()
     assert source.poll(4, SHORT) is None
@@ -224,7 +214,7 @@ def test_poll_gives_up_after_its_timeout_and_goes_on_at_the_next_call(api, open_
     assert scores(source, 4) == [1, 2, 2, 3]
 
 
-def test_a_batch_with_a_nan_is_lost_and_counted_and_the_next_one_comes(api, open_source):
+def test_nan_batch_is_lost_and_counted(api, open_source):
     source = open_source(api.url)
     deliver_nan_batch(api)
     assert source.poll(4, SHORT) is None
@@ -233,9 +223,7 @@ def test_a_batch_with_a_nan_is_lost_and_counted_and_the_next_one_comes(api, open
     assert source.metrics()["rollouts/lost_batches"] == 1
 
 
-def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_environments(
-    api, open_source, caplog
-):
+def test_batches_taken_by_other_trainer_are_counted(api, open_source, caplog):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
     source._feed._pull()  # the newest batch of the burst,
@@ -247,9 +235,7 @@ def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_env
     assert "NaN" not in caplog.text
 
 
-def test_two_trainers_on_one_api_are_told_of_each_other_and_each_row_goes_to_one(
-    api, open_source, run_info, caplog
-):
+def test_two_trainers_on_one_api_share_rows_and_tell(api, open_source, run_info, caplog):
     sources = [
         open_source(api.url, run=run_info(output_dir=run_info().output_dir + name)) for name in "ab"
     ]
@@ -268,7 +254,7 @@ def test_two_trainers_on_one_api_are_told_of_each_other_and_each_row_goes_to_one
     assert "another trainer asks" in caplog.text and "NaN" not in caplog.text
 
 
-def test_a_lost_batch_inside_a_burst_leaves_the_others_in_order(api, open_source):
+def test_lost_batch_leaves_rest_of_burst_in_order(api, open_source):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2))
     deliver_nan_batch(api)
@@ -277,9 +263,7 @@ def test_a_lost_batch_inside_a_burst_leaves_the_others_in_order(api, open_source
     assert source.metrics()["rollouts/lost_batches"] == 1
 
 
-def test_a_malformed_group_is_dropped_with_its_reason_and_the_rest_of_its_batch_is_used(
-    api, open_source, caplog
-):
+def test_malformed_group_is_dropped_and_rest_kept(api, open_source, caplog):
     source = open_source(api.url)
     with caplog.at_level(logging.WARNING):
         api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
@@ -288,7 +272,7 @@ def test_a_malformed_group_is_dropped_with_its_reason_and_the_rest_of_its_batch_
     assert source.metrics()["rollouts/rejected_groups"] == 1
 
 
-def test_metrics_count_since_the_last_call(api, open_source):
+def test_metrics_count_since_last_call(api, open_source):
     source = open_source(api.url)
     api.deliver(make_group(1, 2, inference_logprobs=[[1.0, 1.0, -0.5, 1.0]] * 2), make_group(3, 4))
     scores(source, 3)
@@ -297,9 +281,7 @@ def test_metrics_count_since_the_last_call(api, open_source):
     assert "rollouts/unknown_logprobs" not in source.metrics()
 
 
-def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost(
-    restartable_api, open_source, caplog
-):
+def test_trainer_registers_again_after_api_restart(restartable_api, open_source, caplog):
     source = open_source(restartable_api.url)
     assert source.poll(4, SHORT) is None
     restartable_api.stop()
@@ -314,7 +296,7 @@ def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost
     assert "Environments do not register again by themselves: restart them" in caplog.text
 
 
-def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source):
+def test_trainer_registers_again_after_foreign_reset(api, open_source):
     source = open_source(api.url)
     assert source.poll(4, SHORT) is None
     api.reset()
@@ -323,9 +305,7 @@ def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source
     assert scores(source, 4) == [1, 2, 2, 3]
 
 
-def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(
-    restartable_api, open_source
-):
+def test_unreachable_api_stops_run_with_url_and_fix(restartable_api, open_source):
     source = open_source(restartable_api.url, api_down_timeout=0.5)
     restartable_api.stop()
     with pytest.raises(
@@ -335,7 +315,7 @@ def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(
         source.poll(4, WAIT)
 
 
-def test_no_api_at_the_url_is_an_error_that_tells_how_to_start_one(open_source):
+def test_absent_api_error_tells_how_to_start_one(open_source):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(
         RolloutError,
@@ -344,12 +324,12 @@ def test_no_api_at_the_url_is_an_error_that_tells_how_to_start_one(open_source):
         open_source(url, start_timeout=0.1)
 
 
-def test_a_url_without_a_scheme_is_refused(open_source):
+def test_url_without_scheme_is_refused(open_source):
     with pytest.raises(RolloutError, match="'localhost:8000' is not the URL"):
         open_source("localhost:8000")
 
 
-def test_another_server_at_the_url_is_refused(open_source, tmp_path):
+def test_foreign_server_at_url_is_refused(open_source, tmp_path):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -358,9 +338,7 @@ def test_another_server_at_the_url_is_refused(open_source, tmp_path):
         server.shutdown()
 
 
-def test_batches_as_the_api_delivers_them_replay_as_the_same_rollouts(
-    api, open_source, run_info, tmp_path
-):
+def test_delivered_batches_replay_as_same_rollouts(api, open_source, run_info, tmp_path):
     source = open_source(api.url)
     groups = numbered_groups(1, 2, 3, 4)
     api.deliver(*groups)

@@ -74,7 +74,7 @@ def batches(*numbers: int) -> list[list[int]]:
     return [list(range(number * ROWS, (number + 1) * ROWS)) for number in numbers]
 
 
-def test_a_checkpoint_has_the_cursor_behind_its_last_row_and_a_resume_goes_on_there(run, tmp_path):
+def test_resume_goes_on_at_checkpoint_cursor(run, tmp_path):
     assert run() == batches(0, 1, 2, 3)
     assert saved(tmp_path, 2)["source"]["cursor"] == 2 * ROWS
     assert run(resume=2, max_steps=6) == batches(2, 3, 4, 5)
@@ -88,9 +88,7 @@ def test_a_checkpoint_has_the_cursor_behind_its_last_row_and_a_resume_goes_on_th
 @pytest.mark.parametrize(
     ("iterations", "unfinished"), [(1, {1: 4, 2: 0, 3: 4}), (2, {1: 4, 2: 0, 3: 0, 4: 0})]
 )
-def test_a_checkpoint_in_the_middle_of_a_batch_knows_which_rows_are_not_trained(
-    run, tmp_path, iterations, unfinished
-):
+def test_mid_batch_checkpoint_knows_untrained_rows(run, tmp_path, iterations, unfinished):
     options = {
         "per_device_train_batch_size": 4,
         "steps_per_generation": 2,
@@ -104,7 +102,7 @@ def test_a_checkpoint_in_the_middle_of_a_batch_knows_which_rows_are_not_trained(
     assert books["trained"] + 4 == saved(tmp_path, 4)["source"]["cursor"]
 
 
-def test_a_run_may_resume_from_a_checkpoint_that_knows_nothing_of_rollouts(run, tmp_path):
+def test_run_resumes_without_rollout_state(run, tmp_path):
     run(max_steps=2)
     path = tmp_path / "run" / "checkpoint-2" / "trainer_state.json"
     state = json.loads(path.read_text())
@@ -114,13 +112,13 @@ def test_a_run_may_resume_from_a_checkpoint_that_knows_nothing_of_rollouts(run, 
     assert saved(tmp_path, 4)["source"]["cursor"] == 2 * ROWS
 
 
-def test_a_run_that_restores_its_callbacks_from_the_checkpoint_goes_on_just_so(run, tmp_path):
+def test_restored_callbacks_keep_resume_position(run, tmp_path):
     run(max_steps=2)
     assert run(resume=2, restore_callback_states_from_checkpoint=True) == batches(2, 3)
     assert saved(tmp_path, 4)["source"]["cursor"] == 4 * ROWS
 
 
-def test_the_oldest_checkpoint_of_this_run_says_what_may_be_removed(tmp_path):
+def test_oldest_own_checkpoint_limits_removal(tmp_path):
     for step, spool, cursor in ((2, "another", 0), (4, "ours", 16), (6, "ours", 32)):
         attributes = {"source": {"spool": spool, "cursor": cursor}, "unfinished_rows": 0}
         state = {"stateful_callbacks": {"RolloutState": {"args": {}, "attributes": attributes}}}

@@ -105,7 +105,7 @@ def asked(
 
 
 @pytest.mark.parametrize("recipe", ENVIRONMENTS)
-def test_an_environment_goes_on_where_the_run_is(recipe, api, start, tiny_model, tmp_path):
+def test_environment_goes_on_at_step_of_run(recipe, api, start, tiny_model, tmp_path):
     if recipe == "reasoning_gym" and REASONING_GYM is None:
         pytest.skip("reasoning-gym is not installed")
     lines = [
@@ -168,9 +168,7 @@ def next_of(environment: BaseEnv, number: int) -> list[str]:
     return [item and item["question"] for item in asyncio.run(ask())]
 
 
-def test_no_question_is_asked_again_before_all_have_been_whenever_the_environment_ends(
-    tiny_model, data, tmp_path
-):
+def test_questions_stay_unrepeated_over_restarts(tiny_model, data, tmp_path):
     state, asked = str(tmp_path / "state"), []
     for number in (1, 7, 0, 20, 12):  # lives of the environment
         asked += next_of(gsm8k(tiny_model, data, state_file=state), number)
@@ -181,9 +179,7 @@ def test_no_question_is_asked_again_before_all_have_been_whenever_the_environmen
     assert next_of(gsm8k(tiny_model, data, state_file=state), 20) == asked[:20]
 
 
-def test_the_test_split_is_asked_once_in_its_order_whatever_was_asked_for_training(
-    tiny_model, data, tmp_path
-):
+def test_test_split_is_asked_once_in_order(tiny_model, data, tmp_path):
     (tmp_path / "state").write_text("7")
     environment = gsm8k(tiny_model, data, split="test", state_file=str(tmp_path / "state"))
     assert next_of(environment, 22) == [*(f"{number}?" for number in range(20)), None, None]
@@ -206,9 +202,7 @@ def serving(config: Path, log: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.slow(30)
-def test_an_environment_that_is_killed_goes_on_behind_the_questions_in_flight(
-    api, start, tiny_model, data, tmp_path
-):
+def test_killed_environment_skips_questions_in_flight(api, start, tiny_model, data, tmp_path):
     """None is answered: there is no server."""
     source = start()
     nowhere = {

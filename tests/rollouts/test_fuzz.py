@@ -49,7 +49,7 @@ def no_warnings(caplog):
     derandomize=not FULL,
 )
 @given(body=malformed_bodies)
-def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(body):
+def test_batch_is_refused_or_admitted_as_by_oracle(body):
     single = ("raw", "zero", "refuse")[len(body) % 3]
     expected = read(body)
     try:
@@ -73,9 +73,7 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
     max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL
 )
 @given(body=malformed_bodies, evaluation=st.booleans())
-def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropped(
-    body, evaluation
-):
+def test_group_rollouts_are_all_admitted_or_dropped(body, evaluation):
     for sent in read(body) or []:
         if evaluation and isinstance(sent, dict):
             sent["group_overrides"] = {"evaluation": True}
@@ -210,13 +208,13 @@ LARGE = 100_000_000  # bytes
         ("nothing", lambda: b""),
     ],
 )
-def test_a_body_of_100_mb_that_is_no_batch_is_lost_with_a_reason(name, body):
+def test_huge_body_without_batch_is_lost_with_reason(name, body):
     with answering(body()) as client, pytest.raises(ReplyLost, match="which is no batch") as caught:
         client.batch()
     assert len(str(caught.value)) < 1000
 
 
-def test_a_group_of_100_mb_is_left_out_and_the_others_of_its_batch_are_used():
+def test_huge_group_does_not_cost_its_batch():
     groups = [make_group(0, 1), make_group(8, 9, tokens=["LARGE", [7]]), make_group(2, 3)]
     body = (
         json.dumps({"batch": groups})

@@ -104,7 +104,7 @@ BATCHES_ONLY = {"keeps": "/batch"}
     [(OBEDIENT, False), (BY_URL, False), (BATCHES_ONLY, True)],
     ids=["obedient", "by URL", "batches only"],
 )
-def test_every_row_behind_an_http_cache_is_handed_out_once(api, run_info, caplog, cache, told):
+def test_rows_behind_http_cache_come_once(api, run_info, caplog, cache, told):
     """Batches come one by one, then three at once, of which the API gives out the newest first."""
     with proxy(api, **cache) as url, source_at(url, run_info()) as source:
         scores: list[float] = []
@@ -119,7 +119,7 @@ def test_every_row_behind_an_http_cache_is_handed_out_once(api, run_info, caplog
     assert ("an HTTP cache stands before it" in caplog.text) is told
 
 
-def test_equal_batches_of_an_api_without_a_cache_are_all_handed_out(api, run_info, caplog):
+def test_equal_batches_without_cache_all_come(api, run_info, caplog):
     """One by one, three at once, and again with another between them: only the API's step tells
     them from repeats."""
     equal, other = [make_group(1, 1)] * 2, [make_group(2, 2)] * 2
@@ -150,7 +150,7 @@ def test_equal_batches_of_an_api_without_a_cache_are_all_handed_out(api, run_inf
         ),
     ],
 )
-def test_answer_of_a_proxy_is_told_with_advice_for_a_proxy(
+def test_proxy_answer_is_told_with_proxy_advice(
     api, run_info: Callable[..., RunInfo], status, advice
 ):
     with (
@@ -161,7 +161,7 @@ def test_answer_of_a_proxy_is_told_with_advice_for_a_proxy(
         pass
 
 
-def test_rate_limit_in_the_middle_of_a_run_is_waited_for_and_then_told(api, run_info):
+def test_mid_run_rate_limit_is_waited_for_then_told(api, run_info):
     with proxy(api) as url, source_at(url, run_info(), api_down_timeout=0.2) as source:
         api.deliver(make_group(1, 1), make_group(2, 2))
         polled(source, 4)

@@ -32,7 +32,7 @@ def is_unknown(logprobs: np.ndarray) -> list[bool]:
     return np.isnan(logprobs).tolist()
 
 
-def test_a_recorded_group_splits_into_prompt_and_completion_at_the_first_trained_token():
+def test_recorded_group_splits_at_first_trained_token():
     group = recorded("single_turn")[0]
     row = rows(group)[0]
     assert row.prompt_ids.tolist() == group["tokens"][0][:4]
@@ -42,7 +42,7 @@ def test_a_recorded_group_splits_into_prompt_and_completion_at_the_first_trained
     assert (row.score, row.env_id, row.policy_version) == (0.015, 0, None)
 
 
-def test_a_masked_gap_between_turns_stays_in_the_completion_as_context_without_logprobs():
+def test_masked_gap_is_context_without_logprobs():
     group = recorded("multi_turn")[0]
     trained = [mask != -100 for mask in group["masks"][0]]
     first, last = trained.index(True), len(trained) - 1 - trained[::-1].index(True)
@@ -52,7 +52,7 @@ def test_a_masked_gap_between_turns_stays_in_the_completion_as_context_without_l
     assert is_unknown(row.logprobs) == (~row.mask).tolist()
 
 
-def test_a_group_that_is_marked_as_an_evaluation_is_never_trained_on():
+def test_evaluation_group_is_never_trained_on():
     """Whatever it holds, such as another temperature, and however large its scores are."""
     planted = make_group(1000, 500) | {"group_overrides": {"evaluation": True}}
     planted["generation_params"] = {"temperature": 0.1}
@@ -66,13 +66,13 @@ def test_a_group_that_is_marked_as_an_evaluation_is_never_trained_on():
     assert share_dropped(counted, 2) == 0.0
 
 
-def test_a_masked_tail_is_cut_off():
+def test_masked_tail_is_cut_off():
     row = rows(make_group(0, 1, masks=[[-100, -100, 10, -100], [-100, -100, 11, 9]]))[0]
     assert row.completion_ids.tolist() == [10]
     assert len(row.mask) == len(row.logprobs) == 1
 
 
-def test_a_sequence_trained_from_its_first_token_keeps_one_token_as_prompt():
+def test_fully_trained_sequence_keeps_prompt_token():
     row = rows(make_group(0, 1, masks=[[7, 8, 10, 9], [7, 8, 11, 9]]))[0]
     assert row.prompt_ids.tolist() == [7]
     assert row.completion_ids.tolist() == [8, 10, 9]
@@ -88,7 +88,7 @@ def test_empty_lists_and_null_both_mean_absent():
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan, -math.inf, math.inf, None])
-def test_a_logprob_that_cannot_be_one_is_unknown(value):
+def test_impossible_logprob_is_unknown(value):
     row = rows(
         make_group(0, 1, inference_logprobs=[[1.0, 1.0, -0.5, value], [1.0, 1.0, -0.5, -0.1]])
     )[0]
@@ -96,7 +96,7 @@ def test_a_logprob_that_cannot_be_one_is_unknown(value):
     assert math.isnan(row.logprobs[1])
 
 
-def test_logprobs_sent_for_context_tokens_are_not_taken_over():
+def test_logprobs_of_context_tokens_are_ignored():
     row = rows(
         make_group(
             0, 1, masks=[[-100, 8, -100, 9]] * 2, inference_logprobs=[[-0.1, -0.2, -0.3, -0.4]] * 2
@@ -152,12 +152,12 @@ def test_unknown_keys_are_ignored():
         ({"overrides": [{}]}, "overrides has 1 entries for 2"),
     ],
 )
-def test_a_bad_group_is_rejected_with_what_is_wrong(fields, reason):
+def test_bad_group_is_rejected_with_reason(fields, reason):
     with pytest.raises(RejectedGroup, match=reason):
         rows(make_group(0, 1, **fields))
 
 
-def test_a_dropped_row_still_counts_in_its_groups_statistics():
+def test_dropped_row_counts_in_group_statistics():
     group = make_group(0, 1, 5)
     group["masks"][2] = [-100] * 4
     kept = rows(group)
@@ -165,27 +165,27 @@ def test_a_dropped_row_still_counts_in_its_groups_statistics():
     assert kept[0].group_mean == 2.0
 
 
-def test_a_sequence_of_the_maximum_length_is_kept_and_one_token_more_is_dropped():
+def test_sequence_over_maximum_length_is_dropped():
     assert len(rows(make_group(0, 1), max_sequence_length=4)) == 2
     assert rows(make_group(0, 1), max_sequence_length=3) == []
 
 
-def test_a_sequence_whose_only_trained_token_is_its_first_is_dropped():
+def test_lone_trained_first_token_drops_sequence():
     assert len(rows(make_group(0, 1, masks=[[7, -100, -100, -100], [-100, -100, 11, 9]]))) == 1
 
 
-def test_a_group_of_one_is_refused_with_the_settings_that_allow_it():
+def test_single_row_group_is_refused_with_fix():
     with pytest.raises(RejectedGroup, match="a group of 1 rollout") as refusal:
         rows(make_group(1))
     assert re.search(r"single_row_groups` to 'raw' .* or 'zero'", refusal.value.fix)
 
 
-def test_a_group_of_one_with_an_empty_list_of_token_advantages_is_refused_too():
+def test_single_row_group_needs_nonempty_advantages():
     with pytest.raises(RejectedGroup, match="a group of 1 rollout"):
         rows(make_group(1, advantages=[[]]))
 
 
-def test_a_group_of_one_with_its_own_token_advantages_needs_no_setting():
+def test_single_row_group_may_bring_own_advantages():
     assert rows(make_group(1, advantages=[[0.0, 0.0, 0.5, 0.25]]))[0].token_advantages.tolist() == [
         0.5,
         0.25,
@@ -197,12 +197,12 @@ def test_set_advantage_to_zero_marks_only_its_row():
     assert [row.zero_advantage for row in rows(group)] == [False, True]
 
 
-def test_token_advantages_are_cut_like_the_completion():
+def test_token_advantages_are_cut_like_completion():
     row = rows(make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5], [0.0, 0.0, 1.5, 2.5]]))[1]
     assert row.token_advantages.tolist() == [1.5, 2.5]
 
 
-def test_another_temperature_is_refused_with_both_numbers():
+def test_other_temperature_is_refused_naming_both():
     with pytest.raises(RejectedGroup, match=r"temperature 0\.7, .* temperature 1\.0$") as refusal:
         rows(make_group(0, 1, generation_params={"temperature": 0.7, "max_tokens": 16}))
     assert "Set `temperature: 0.7`" in refusal.value.fix
@@ -211,7 +211,7 @@ def test_another_temperature_is_refused_with_both_numbers():
 @pytest.mark.parametrize(
     "fields", [{"group_overrides": {"temperature": 0.7}}, {"overrides": [{}, {"temperature": 0.7}]}]
 )
-def test_another_temperature_in_an_override_rejects_only_that_group(fields):
+def test_other_temperature_in_override_is_refused(fields):
     with pytest.raises(
         RejectedGroup, match=r"temperature 0\.7 \(an override\), .* temperature 1\.0"
     ):
@@ -219,7 +219,7 @@ def test_another_temperature_in_an_override_rejects_only_that_group(fields):
     assert len(rows(make_group(0, 1, **fields), temperature=0.7)) == 2
 
 
-def test_the_trainers_own_temperature_is_accepted():
+def test_trainers_temperature_is_accepted():
     assert len(rows(make_group(0, 1, generation_params={"temperature": 0.7}), temperature=0.7)) == 2
 
 
@@ -228,7 +228,7 @@ def test_images_are_refused():
         rows(make_group(0, 1, images=[None, ["aGk="]]))
 
 
-def test_a_list_of_no_images_is_accepted():
+def test_empty_image_list_is_accepted():
     assert len(rows(make_group(0, 1, images=[None, []]))) == 2
 
 
@@ -260,7 +260,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_spoilt_group_is_dropped_and_most_of_them_end_the_run(kind, caplog):
+def test_spoilt_group_is_dropped_majority_ends_run(kind, caplog):
     good, spoilt = parse_group(make_group(0, 1)), parse_group(SPOILT[kind])
     intake = Intake(64, 1.0, "refuse", vocab_size=50)
     # half of them are no majority
@@ -275,7 +275,7 @@ def test_spoilt_group_is_dropped_and_most_of_them_end_the_run(kind, caplog):
         Intake(64, 1.0, "refuse", vocab_size=50).admit([spoilt] * 8)
 
 
-def test_groups_that_are_spoilt_by_accident_never_end_the_run():
+def test_accidentally_spoilt_groups_never_end_run():
     malformed = RejectedGroup("torn")
     assert Intake(64, 1.0, "refuse").admit([malformed] * 40) == []
 
@@ -283,23 +283,23 @@ def test_groups_that_are_spoilt_by_accident_never_end_the_run():
 @pytest.mark.parametrize(
     "fields", [{"group_overrides": {"sft": True}}, {"overrides": [{"sft": True}] * 2}]
 )
-def test_supervised_rows_have_no_logprobs_and_no_token_advantages(fields):
+def test_supervised_rows_lack_logprobs_and_advantages(fields):
     for row in rows(make_group(0, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2, **fields)):
         assert row.sft and row.token_advantages is None
         assert all(is_unknown(row.logprobs))
 
 
-def test_one_sequence_of_a_group_may_be_supervised():
+def test_supervision_may_cover_one_row_of_group():
     assert [
         row.sft for row in rows(make_group(0, 1, overrides=[{"sft": False}, {"sft": True}]))
     ] == [False, True]
 
 
-def test_a_supervised_group_of_one_needs_no_setting():
+def test_single_row_group_may_be_supervised():
     assert rows(make_group(1, group_overrides={"sft": True}))[0].sft
 
 
-def test_a_teachers_tokens_are_cut_like_the_completion_and_padded():
+def test_teacher_tokens_are_cut_and_padded():
     ids, logprobs = [[], [4], [1, 2], [3]], [[], [-4.0], [-1.0, -2.0], [-3.0]]
     row = rows(make_group(0, 1, distill_token_ids=[ids, []], distill_logprobs=[logprobs, None]))[0]
     assert row.distill_ids.tolist() == [[1, 2], [3, -1]]
@@ -307,14 +307,14 @@ def test_a_teachers_tokens_are_cut_like_the_completion_and_padded():
     assert row.distill_logprobs[1, 0] == -3.0 and np.isnan(row.distill_logprobs[1, 1])
 
 
-def test_a_sequence_that_the_teacher_said_nothing_about_has_no_distillation():
+def test_sequence_unseen_by_teacher_is_not_distilled():
     ids, logprobs = [[], [4], [], []], [[], [-4.0], [], []]
     for row in rows(make_group(0, 1, distill_token_ids=[ids, []], distill_logprobs=[logprobs, []])):
         assert row.distill_ids is None and row.distill_logprobs is None
 
 
 @pytest.mark.parametrize("value", [0.5, None, math.nan, -math.inf])
-def test_a_teachers_logprob_that_cannot_be_one_is_absent_with_its_token(value):
+def test_impossible_teacher_logprob_drops_its_token(value):
     ids, logprobs = [[], [4], [1, 2], [3]], [[], [-4.0], [-1.0, value], [-3.0]]
     row = rows(
         make_group(0, 1, distill_token_ids=[ids, ids], distill_logprobs=[logprobs, logprobs])
@@ -360,12 +360,12 @@ IDS, LOGPROBS = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4.0], [-1.0, -2.0], [-3.0]
         ),
     ],
 )
-def test_a_teacher_that_does_not_fit_is_rejected_with_where(ids, logprobs, reason):
+def test_misfit_of_teacher_is_rejected_with_place(ids, logprobs, reason):
     with pytest.raises(RejectedGroup, match=reason):
         rows(make_group(0, 1, distill_token_ids=ids, distill_logprobs=logprobs))
 
 
-def test_a_teachers_token_that_the_model_does_not_know_is_refused():
+def test_unknown_teacher_token_is_refused():
     group = make_group(0, 1, distill_token_ids=IDS, distill_logprobs=LOGPROBS)
     group["distill_token_ids"] = [[[], [300], [1, 2], [3]]] * 2
     with pytest.raises(RejectedGroup, match="token id 300, and the model knows 256"):
@@ -379,7 +379,7 @@ def test_messages_are_kept_as_json():
     assert second.messages is None
 
 
-def test_messages_that_are_too_long_lose_their_end_and_say_so():
+def test_overlong_messages_lose_end_and_say_so():
     messages = [{"role": "user", "content": str(i) + "✓" * 10_000} for i in range(5)]
     row = rows(make_group(0, 1, messages=[messages, messages]))[0]
     assert len(row.messages.encode()) <= 64 * 1024
@@ -389,7 +389,7 @@ def test_messages_that_are_too_long_lose_their_end_and_say_so():
 
 
 @pytest.mark.parametrize("messages", ["text", [], [[]], {"role": "user"}, [None, 5, {}]])
-def test_messages_of_another_shape_cost_no_row(messages):
+def test_odd_shaped_messages_cost_no_row(messages):
     assert len(rows(make_group(0, 1, messages=messages))) == 2
 
 
@@ -443,7 +443,7 @@ def test_messages_of_another_shape_cost_no_row(messages):
         ("scores", 10**400, r"scores\[0\] is 10{17}\.\.\.0{19}, not a finite number"),
     ],
 )
-def test_no_value_is_cast_or_flattened_on_the_way(name, sequence, reason):
+def test_values_are_never_cast_or_flattened(name, sequence, reason):
     group = make_group(0, 1)
     group[name] = [sequence, group[name][1] if name in group else [0.0] * 4]
     with pytest.raises(RejectedGroup, match=reason):
@@ -472,12 +472,12 @@ def test_no_value_is_cast_or_flattened_on_the_way(name, sequence, reason):
         ({"scores": {}}, r"scores is \{\}: expected `"),
     ],
 )
-def test_a_setting_of_the_wrong_type_is_rejected(fields, reason):
+def test_setting_of_wrong_type_is_rejected(fields, reason):
     with pytest.raises(RejectedGroup, match=reason):
         rows(make_group(0, 1, **fields))
 
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], [[1]], True])
-def test_a_group_that_is_no_object_is_rejected(raw):
+def test_non_object_group_is_rejected(raw):
     with pytest.raises(RejectedGroup, match=r"the group is .*: expected `object`"):
         admitted(raw)

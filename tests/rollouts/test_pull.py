@@ -59,7 +59,7 @@ def register(api: Api, group_size: int = 2, **fields) -> int:
     return answer["env_id"]
 
 
-def test_no_environment_has_registered(api, open_trainer):
+def test_absent_environments_are_told_with_command(api, open_trainer):
     told = open_trainer(api.url).diagnosis.why_quiet()
     assert told.startswith(
         f"No environment has registered with the Atropos API at {api.url}. Start one with "
@@ -67,7 +67,7 @@ def test_no_environment_has_registered(api, open_trainer):
     assert f"`--env.rollout_server_url {api.url}`" in told
 
 
-def test_an_api_that_does_not_answer_is_named_with_the_reason(restartable_api, open_trainer):
+def test_silent_api_is_named_with_reason(restartable_api, open_trainer):
     trainer = open_trainer(restartable_api.url)
     restartable_api.stop()
     told = trainer.diagnosis.why_quiet()
@@ -77,9 +77,7 @@ def test_an_api_that_does_not_answer_is_named_with_the_reason(restartable_api, o
     )
 
 
-def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(
-    restartable_api, open_trainer
-):
+def test_restarted_api_is_told_from_unused_one(restartable_api, open_trainer):
     trainer = open_trainer(restartable_api.url)
     register(restartable_api)
     restartable_api.stop()
@@ -93,7 +91,7 @@ def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(
     assert "do not register again by themselves" in told
 
 
-def test_group_sizes_that_never_fill_a_batch_are_named_one_by_one(api, open_trainer):
+def test_unfitting_group_sizes_are_named_one_by_one(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, env_id=register(api, 2)), make_group(0, 1, env_id=0))
     assert len(trainer.pull_batch()) == 2
@@ -105,7 +103,7 @@ def test_group_sizes_that_never_fill_a_batch_are_named_one_by_one(api, open_trai
     assert "`reset_atropos: true`" in told
 
 
-def test_a_single_group_larger_than_the_batch_is_named(api, open_trainer):
+def test_group_larger_than_batch_is_named(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, 2, 3, 4, env_id=register(api, 5)))
     told = trainer.diagnosis.why_quiet()
@@ -113,7 +111,7 @@ def test_a_single_group_larger_than_the_batch_is_named(api, open_trainer):
     assert "Environment 0 sends groups of 5." in told
 
 
-def test_groups_of_which_no_number_is_a_batch_are_told_from_too_few(api, open_trainer):
+def test_unfitting_group_size_is_told_from_too_few(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, 2, env_id=register(api, 3)))
     told = trainer.diagnosis.why_quiet()
@@ -121,7 +119,7 @@ def test_groups_of_which_no_number_is_a_batch_are_told_from_too_few(api, open_tr
     assert "a multiple of every group size" in told
 
 
-def test_less_than_a_batch_is_told_from_a_wedge_with_who_delivered_last(api, open_trainer):
+def test_short_queue_is_told_from_wedge(api, open_trainer):
     trainer = open_trainer(api.url)
     env_id = register(api)
     api.deliver(make_group(0, 1, env_id=env_id), make_group(0, 1, env_id=env_id))
@@ -132,9 +130,7 @@ def test_less_than_a_batch_is_told_from_a_wedge_with_who_delivered_last(api, ope
     assert re.search(r"Environment 0 has delivered 2 groups of 2, the last \d+ s ago\.", told)
 
 
-def test_a_dead_environment_with_a_minimum_allocation_is_found_and_its_disconnection_lets_batches_through(
-    api, open_trainer
-):
+def test_dead_environment_with_allocation_is_found(api, open_trainer):
     trainer = open_trainer(api.url)
     dead = register(api, min_batch_allocation=0.5)
     alive = register(api)
@@ -153,7 +149,7 @@ def test_a_dead_environment_with_a_minimum_allocation_is_found_and_its_disconnec
     assert len(trainer.pull_batch()) == 2
 
 
-def test_an_environment_that_never_delivered_is_told_from_one_that_stopped(api, open_trainer):
+def test_silent_environment_is_told_from_stopped_one(api, open_trainer):
     trainer = open_trainer(api.url)
     first, second = register(api), register(api)
     api.deliver(*[make_group(0, 1, env_id=second)] * 2)
@@ -167,7 +163,7 @@ def test_an_environment_that_never_delivered_is_told_from_one_that_stopped(api, 
     assert "cannot tell a dead environment from one that delivers nothing" in told
 
 
-def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_trainer):
+def test_sequences_near_length_limit_are_pointed_out(api, open_trainer):
     trainer = open_trainer(api.url)
     env_id = register(api)
     long = [[7] * (LIMIT - 1)] * 2
@@ -181,9 +177,7 @@ def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_traine
     assert f"a rollout of {LIMIT} tokens or more" in told
 
 
-def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_size(
-    api, open_trainer
-):
+def test_anonymous_unfitting_group_is_named_by_size(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(*[make_group(0, 1, 2, env_id=None)] * 2)
     told = trainer.diagnosis.why_quiet()
@@ -191,9 +185,7 @@ def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_si
     assert "The group that was queued last is of 3 and has no `env_id`." in told
 
 
-def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(
-    api, open_trainer
-):
+def test_held_back_group_of_other_size_is_told(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, 2, 3, env_id=register(api, 2)))
     assert trainer.pull() is None
@@ -203,7 +195,7 @@ def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by
     )
 
 
-def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_api, open_trainer):
+def test_restarted_api_forgets_past_deliveries(restartable_api, open_trainer):
     trainer = open_trainer(restartable_api.url)
     restartable_api.deliver(*[make_group(0, 1, env_id=register(restartable_api))] * 2)
     assert len(trainer.pull_batch()) == 2
@@ -226,9 +218,7 @@ FAULTS = {  # of the groups of an environment, and what its log says of each
 }
 
 
-def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(
-    api, open_trainer, tiny_model, tmp_path
-):
+def test_environment_log_tells_why_nothing_comes(api, open_trainer, tiny_model, tmp_path):
     trainer = open_trainer(api.url)
     path = tmp_path / "log"
     command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), "--faults", *FAULTS]
@@ -265,7 +255,7 @@ def log_of(tmp_path) -> Callable[[str], EnvironmentLog]:
     return write
 
 
-def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says_more(log_of):
+def test_atropos_error_is_quoted_as_last_resort(log_of):
     log = log_of(
         "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in "
         "collect_trajectories: 'no'\n"
@@ -274,7 +264,7 @@ def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says
     assert (log.place, log.never_succeeded) == ("", False)
 
 
-def test_a_group_that_failed_is_not_counted_as_one_that_its_environment_dropped(log_of):
+def test_failed_group_is_not_counted_as_dropped(log_of):
     nothing = "DEBUG:atroposlib.envs.base:handle_env: No trajectories collected\n"
     log = log_of(3 * nothing + "ERROR:root:Error in collect_trajectories: 'x'\n" + nothing)
     assert [reason[:40] for reason in log.undelivered()] == [
@@ -283,7 +273,7 @@ def test_a_group_that_failed_is_not_counted_as_one_that_its_environment_dropped(
     ]
 
 
-def test_a_log_is_followed_from_where_the_run_began_and_anew_after_a_restart(tmp_path):
+def test_log_is_followed_from_run_start_and_restart(tmp_path):
     path = tmp_path / "log"
     former, failed = "--- 2026-11-22 env\n", "ERROR:root:Error in collect_trajectories: 'x'\n"
     path.write_text(former + failed)
@@ -299,11 +289,11 @@ def test_a_log_is_followed_from_where_the_run_began_and_anew_after_a_restart(tmp
     assert (log.read().failures, log.number, log.former_number) == (0, None, 3)
 
 
-def test_a_log_without_a_sign_tells_nothing(log_of):
+def test_log_without_sign_tells_nothing(log_of):
     assert log_of("all is well\n").undelivered() == []
 
 
-def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):
+def test_own_sitecustomize_of_environment_is_loaded(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('its own')")
     env = variables(PYTHONPATH=str(tmp_path))
     done = subprocess.run(
@@ -312,7 +302,7 @@ def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path)
     assert (done.stdout, done.stderr) == ("its own\n", "")
 
 
-def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_asked(tmp_path):
+def test_retry_error_names_last_try_and_calling_line(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import sitecustomize, tenacity\n@tenacity.retry(stop=tenacity.stop_after_attempt(2))\ndef "
         "ask():\n    raise ValueError('400, Bad\\nRequest')\ndef collect():\n    ask()\ntry:\n    "
@@ -365,7 +355,7 @@ SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, a
 
 
 @pytest.mark.parametrize(("entry", "waits"), [("path", SHORT_WAITS), ("command", [5] + 11 * [0.1])])
-def test_runner_shortens_the_waits_of_atropos_main_loop_and_nothing_else_does(entry, waits):
+def test_runner_alone_shortens_waits_of_main_loop(entry, waits):
     """After it has sent a batch, an environment that has a `path` looks again soon."""
     command = [sys.executable, "-c", LOOKS, entry]
     env = variables()

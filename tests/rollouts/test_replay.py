@@ -12,7 +12,7 @@ def scores(source: ReplaySource, num_rows: int) -> list[float]:
     return [row.score for row in source.poll(num_rows, 0.0)]
 
 
-def test_a_directory_is_replayed_file_by_file_in_the_order_of_names(tmp_path, run_info):
+def test_directory_is_replayed_in_order_of_names(tmp_path, run_info):
     (tmp_path / "b.json").write_text(json.dumps({"batch": [make_group(3, 4)]}))
     record(tmp_path / "a.jsonl", [make_group(1, 2)])
     (tmp_path / "notes.txt").write_text("not a recording")
@@ -21,7 +21,7 @@ def test_a_directory_is_replayed_file_by_file_in_the_order_of_names(tmp_path, ru
     assert scores(source, 4) == [1, 2, 3, 4]
 
 
-def test_a_batch_pulled_from_a_real_environment_is_replayed(run_info):
+def test_batch_of_real_environment_is_replayed(run_info):
     source = ReplaySource(DATA / "single_turn.json")
     source.start(run_info())
     assert scores(source, 4) == [0.015, 0.0785, 0.0785, 0.0785]
@@ -37,14 +37,14 @@ def test_lines_may_be_batches_or_bare_groups(tmp_path, run_info):
     assert scores(source, 4) == [1, 2, 3, 4]
 
 
-def test_rows_come_in_the_numbers_asked_for(tmp_path, run_info):
+def test_rows_come_in_requested_numbers(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource([tmp_path / "a.jsonl"])
     source.start(run_info())
     assert [scores(source, 1), scores(source, 2)] == [[1], [2, 3]]
 
 
-def test_a_used_up_recording_says_how_many_rows_it_had_and_the_way_out(tmp_path, run_info):
+def test_used_up_recording_tells_rows_and_fix(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource(tmp_path)
     source.start(run_info())
@@ -55,14 +55,14 @@ def test_a_used_up_recording_says_how_many_rows_it_had_and_the_way_out(tmp_path,
         source.poll(2, 0.0)
 
 
-def test_a_looping_recording_begins_again(tmp_path, run_info):
+def test_looping_recording_begins_again(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource(tmp_path, loop=True)
     source.start(run_info())
     assert scores(source, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_a_looping_recording_without_a_usable_row_is_an_error(tmp_path, run_info):
+def test_looping_recording_needs_usable_row(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(1, 2, masks=[])])
     source = ReplaySource(tmp_path, loop=True)
     source.start(run_info())
@@ -70,7 +70,7 @@ def test_a_looping_recording_without_a_usable_row_is_an_error(tmp_path, run_info
         source.poll(1, 0.0)
 
 
-def test_a_rejected_group_is_counted(tmp_path, run_info):
+def test_rejected_group_is_counted(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(1, 2, masks=[]), make_group(3, 4)])
     source = ReplaySource(tmp_path)
     source.start(run_info())
@@ -78,14 +78,14 @@ def test_a_rejected_group_is_counted(tmp_path, run_info):
     assert source.metrics()["rollouts/rejected_groups"] == 1
 
 
-def test_groups_of_one_follow_the_setting(tmp_path, run_info):
+def test_single_row_groups_follow_setting(tmp_path, run_info):
     record(tmp_path / "a.jsonl", [make_group(3)])
     source = ReplaySource(tmp_path, single_row_groups="raw")
     source.start(run_info())
     assert source.poll(1, 0.0)[0].raw_advantage
 
 
-def test_a_line_that_was_cut_off_is_named(tmp_path, run_info):
+def test_cut_off_line_is_named(tmp_path, run_info):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"batch": [make_group(1, 2)]}) + '\n{"batch": [')
     source = ReplaySource(path)
@@ -95,7 +95,7 @@ def test_a_line_that_was_cut_off_is_named(tmp_path, run_info):
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '{"batch": null}', '"text"'])
-def test_a_file_of_something_else_is_refused(tmp_path, run_info, content):
+def test_foreign_file_is_refused(tmp_path, run_info, content):
     (tmp_path / "a.json").write_text(content)
     source = ReplaySource(tmp_path)
     source.start(run_info())
@@ -103,7 +103,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, run_info, content):
         source.poll(1, 0.0)
 
 
-def test_a_missing_path_and_an_empty_directory_are_refused(tmp_path, run_info):
+def test_missing_path_and_empty_directory_are_refused(tmp_path, run_info):
     with pytest.raises(RolloutError, match="nowhere does not exist"):
         ReplaySource(tmp_path / "nowhere").start(run_info())
     with pytest.raises(RolloutError, match=r"holds no \.json, \.jsonl or \.arrow file"):

@@ -121,7 +121,7 @@ def wait_for_rows(source: AtroposSource, number: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_resumed_run_goes_on_after_the_last_row_of_its_checkpoint(api, open_source):
+def test_resumed_run_goes_on_after_last_saved_row(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2, 3, 4))
     assert scores(source, 4) == [1, 1, 2, 2]
@@ -135,14 +135,14 @@ def test_a_resumed_run_goes_on_after_the_last_row_of_its_checkpoint(api, open_so
     assert books(resumed) == {"trained": 12, "dropped": {}, "lost_with_api": 0}
 
 
-def test_a_cursor_may_be_in_the_middle_of_a_batch(api, open_source):
+def test_cursor_may_be_in_mid_batch(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2))
     assert scores(source, 3) == [1, 1, 2]
     assert scores(open_source(source.state()), 1) == [2]
 
 
-def test_what_was_pulled_ahead_and_never_polled_is_handed_out_after_a_resume(api, open_source):
+def test_prefetched_unpolled_rows_survive_resume(api, open_source):
     source = open_source(prefetch_batches=2)
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     assert scores(source, 4) == [1, 1, 2, 2]
@@ -152,7 +152,7 @@ def test_what_was_pulled_ahead_and_never_polled_is_handed_out_after_a_resume(api
     assert scores(open_source(source.state()), 8) == [3, 3, 4, 4, 5, 5, 6, 6]
 
 
-def test_groups_of_two_lives_of_a_run_are_not_taken_for_one(api, open_source):
+def test_groups_of_two_lives_stay_apart(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -162,7 +162,7 @@ def test_groups_of_two_lives_of_a_run_are_not_taken_for_one(api, open_source):
     assert len({row.group for row in resumed.poll(8, WAIT)}) == 4
 
 
-def test_a_run_without_a_checkpoint_resumes_at_the_first_row(api, open_source):
+def test_run_without_checkpoint_resumes_at_first_row(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2))
     assert scores(source, 4) == [1, 1, 2, 2]
@@ -170,9 +170,7 @@ def test_a_run_without_a_checkpoint_resumes_at_the_first_row(api, open_source):
     assert scores(open_source({}), 4) == [1, 1, 2, 2]
 
 
-def test_a_run_that_begins_anew_moves_the_rollouts_of_the_last_one_aside_and_says_where(
-    api, open_source, run_info, caplog
-):
+def test_fresh_run_moves_old_rollouts_aside(api, open_source, run_info, caplog):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -185,7 +183,7 @@ def test_a_run_that_begins_anew_moves_the_rollouts_of_the_last_one_aside_and_say
     assert len(list(aside.glob("*.arrow"))) == 1
 
 
-def test_a_run_that_resumes_from_a_checkpoint_of_elsewhere_does_not_mix(api, open_source, caplog):
+def test_foreign_checkpoint_does_not_mix_rollouts(api, open_source, caplog):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -196,9 +194,7 @@ def test_a_run_that_resumes_from_a_checkpoint_of_elsewhere_does_not_mix(api, ope
     assert "resumes from a checkpoint of another" in caplog.text
 
 
-def test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as_dropped(
-    api, open_source
-):
+def test_unfinished_rows_at_checkpoint_are_dropped(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -207,7 +203,7 @@ def test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as
     assert books(resumed) == {"trained": 2, "dropped": {"resumed_mid_batch": 2}, "lost_with_api": 0}
 
 
-def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(api, open_source):
+def test_run_dying_within_burst_gets_rest_in_order(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     source._feed._pull()  # the newest batch of the burst,
@@ -220,9 +216,7 @@ def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(a
 
 
 @pytest.mark.parametrize("api_had_an_earlier_run", [False, True])
-def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(
-    api_had_an_earlier_run, api, open_source
-):
+def test_batch_popped_between_lives_counts_as_lost(api_had_an_earlier_run, api, open_source):
     if api_had_an_earlier_run:
         register_another_trainer(api)
     open_source().close()
@@ -234,9 +228,7 @@ def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(
     assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
 
 
-def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_asked_for(
-    api, open_source
-):
+def test_foreign_burst_is_on_disk_before_next_pull(api, open_source):
     register_another_trainer(api)
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     api.get("/batch")  # the other trainer's, which died with it
@@ -250,9 +242,7 @@ def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_aske
     assert books(resumed) == {"trained": 12, "dropped": {}, "lost_with_api": 0}
 
 
-def test_a_trainer_that_registers_anew_under_the_name_it_had_before_a_reset_has_another_api(
-    api, open_source
-):
+def test_reused_registration_name_is_another_api(api, open_source):
     register_another_trainer(api)
     source = open_source()
     api.deliver(*groups(1, 2))
@@ -266,7 +256,7 @@ def test_a_trainer_that_registers_anew_under_the_name_it_had_before_a_reset_has_
     assert books(resumed) == {"trained": 8, "dropped": {}, "lost_with_api": 0}
 
 
-def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open_source):
+def test_batches_of_restarted_api_are_lost_with_it(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2, 3, 4))
     source._feed._pull()
@@ -279,9 +269,7 @@ def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open
 
 
 @pytest.mark.parametrize("size", [2, 6, 20])
-def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_trained_twice(
-    api, open_source, size
-):
+def test_batch_of_foreign_registration_ends_run(api, open_source, size):
     """The API is restarted between two pulls, and another trainer registers first."""
     source = open_source()
     api.deliver(*groups(*range(2, 10)))
@@ -306,7 +294,7 @@ def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_
     assert books(source) == {"trained": 20, "dropped": {}, "lost_with_api": 0}
 
 
-def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
+def test_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
     source = open_source()
     for score in (1, 3):
         api.deliver(*groups(score, score + 1))
@@ -320,9 +308,7 @@ def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(
-    api, open_source, run_info, caplog, taken
-):
+def test_damaged_file_loses_only_untrained_rows(api, open_source, run_info, caplog, taken):
     source, checkpoint = open_source(), {}
     api.deliver(*groups(1, 2))
     if taken:
@@ -349,7 +335,7 @@ def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(
     assert f"Its {4 - taken} rollouts are lost." in caplog.text
 
 
-def test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost(api, open_source, run_info, caplog):
+def test_rollouts_of_missing_folder_count_as_lost(api, open_source, run_info, caplog):
     source = open_source(prefetch_batches=1)
     api.deliver(*groups(1, 2, 3, 4))
     scores(source, 4)
@@ -367,9 +353,7 @@ def test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost(api, open_source,
     )
 
 
-def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_end_the_run(
-    api, open_source, caplog
-):
+def test_groups_of_unknown_tokens_drop_then_end_run(api, open_source, caplog):
     source = open_source(None, {"vocab_size": 50})
     unknown = make_group(2, 2)
     unknown["tokens"][0][-1] = unknown["masks"][0][-1] = 50
@@ -385,7 +369,7 @@ def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_
         source.poll(4, WAIT)
 
 
-def test_what_the_door_drops_is_in_the_books(api, open_source):
+def test_intake_drops_are_in_books(api, open_source):
     source = open_source()
     malformed, long = make_group(1, 2, masks=[]), make_group(3, 4)
     long["tokens"][0] += [9] * 61
@@ -407,9 +391,7 @@ def test_what_the_door_drops_is_in_the_books(api, open_source):
     }
 
 
-def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept(
-    api, open_source
-):
+def test_stale_rows_are_dropped_unknown_ones_kept(api, open_source):
     clock = Clock()
     source = open_source(None, {"policy_version": clock}, versions=Scores(), max_staleness=2)
     source.poll(4, SHORT)
@@ -444,9 +426,7 @@ def test_rows_grow_old_while_they_wait(api, open_source):
     [(3, 3), (4, 2), (7, (7 - 4) + (6 - 4))],
     ids=["before the checkpoint", "by the checkpoint", "by a future that was abandoned"],
 )
-def test_the_age_of_a_row_counts_the_way_back_to_the_checkpoint_and_forth(
-    api, open_source, sampled_by, age
-):
+def test_staleness_counts_way_back_to_checkpoint(api, open_source, sampled_by, age):
     clock = Clock()
     clock.now = 8
     source = open_source(None, {"policy_version": clock}, versions=Scores(), prefetch_batches=2)
@@ -461,7 +441,7 @@ def test_the_age_of_a_row_counts_the_way_back_to_the_checkpoint_and_forth(
     assert resumed.metrics()["rollouts/staleness_max"] == age
 
 
-def test_a_version_that_is_heard_of_before_it_was_made_was_abandoned(api, open_source):
+def test_future_version_counts_as_abandoned(api, open_source):
     clock = Clock()
     source = open_source(None, {"policy_version": clock}, versions=Scores())
     source.close()
@@ -472,14 +452,14 @@ def test_a_version_that_is_heard_of_before_it_was_made_was_abandoned(api, open_s
     assert resumed.metrics()["rollouts/staleness_max"] == 7 - 4
 
 
-def test_groups_without_variance_are_replaced_by_the_next_ones(api, open_source):
+def test_zero_variance_groups_are_replaced(api, open_source):
     source = open_source(replace_zero_variance_groups=True)
     api.deliver(make_group(1, 1), make_group(1, 2), make_group(3, 3), make_group(3, 4))
     assert scores(source, 4) == [1, 2, 3, 4]
     assert books(source) == {"trained": 4, "dropped": {"zero_variance": 4}, "lost_with_api": 0}
 
 
-def test_groups_without_variance_that_bring_advantages_of_their_own_are_kept(api, open_source):
+def test_zero_variance_groups_with_own_signal_stay(api, open_source):
     source = open_source(replace_zero_variance_groups=True)
     api.deliver(
         make_group(1, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2),
@@ -489,9 +469,7 @@ def test_groups_without_variance_that_bring_advantages_of_their_own_are_kept(api
 
 
 @pytest.mark.parametrize(("distils", "kept"), [(False, [1, 2]), (True, [1, 1, 1, 2])])
-def test_groups_without_variance_are_replaced_where_what_they_bring_is_not_learned(
-    api, open_source, distils, kept
-):
+def test_zero_variance_groups_with_unused_signal_go(api, open_source, distils, kept):
     """As `health/zero_variance` counts them."""
     source = open_source(None, {"distils": distils}, replace_zero_variance_groups=True)
     teacher = {
@@ -507,7 +485,7 @@ def test_groups_without_variance_are_replaced_where_what_they_bring_is_not_learn
     assert scores(source, len(kept)) == kept
 
 
-def test_batches_are_pulled_ahead_while_nobody_polls_and_no_more_than_asked(api, open_source):
+def test_prefetch_pulls_no_more_than_asked(api, open_source):
     source = open_source(prefetch_batches=2)
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -520,7 +498,7 @@ def test_batches_are_pulled_ahead_while_nobody_polls_and_no_more_than_asked(api,
     assert api.get("/status")["queue_size"] > 0
 
 
-def test_without_prefetch_nothing_is_pulled_while_nobody_polls(api, open_source):
+def test_source_without_prefetch_pulls_only_at_poll(api, open_source):
     source = open_source(prefetch_batches=0)
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -530,7 +508,7 @@ def test_without_prefetch_nothing_is_pulled_while_nobody_polls(api, open_source)
     assert scores(source, 4) == [3, 3, 4, 4]
 
 
-def test_the_next_batch_is_pulled_when_the_run_says_that_it_is_wanted_soon(api, open_source):
+def test_next_batch_is_pulled_when_wanted_soon(api, open_source):
     given: list[Callable[[], None]] = []
     source = open_source(None, {"when_wanted_soon": given.append}, prefetch_batches=0)
     api.deliver(*groups(1, 2))
@@ -553,7 +531,7 @@ class Held(VersionBook):
         self.told.append((held, let_in))
 
 
-def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_source):
+def test_waiting_requests_begin_one_batch_per_policy(api, open_source):
     """The API gives out two batches at once, and environments ask for two anew."""
     given, book = [], Held()
     source = open_source(
@@ -578,7 +556,7 @@ def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_s
     assert api.get("/status")["queue_size"] == 0
 
 
-def test_the_requests_that_wait_begin_when_the_run_ends(api, open_source):
+def test_waiting_requests_begin_at_end_of_run(api, open_source):
     book = Held()
     source = open_source(hold_requests=True, versions=book)
     api.deliver(*groups(1, 2))
@@ -588,7 +566,7 @@ def test_the_requests_that_wait_begin_when_the_run_ends(api, open_source):
     assert book.told[-1] == (False, 1.0)  # nobody else would ever let them in
 
 
-def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):
+def test_silence_counts_only_while_somebody_waits(api, open_source, monkeypatch, caplog):
     monkeypatch.setattr(diagnosis, "QUIET_WARNING", 1.0)
     source = open_source()
     api.deliver(*groups(1, 2))
@@ -600,7 +578,7 @@ def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch
     assert "No batch for" in caplog.text
 
 
-def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):
+def test_metrics_name_environments_and_queue_time(api, open_source):
     names = {0: "letters", 7: "letters"}  # it was started again
     source = open_source(environments=Named(names))
     api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=5))
@@ -616,7 +594,7 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
     assert source.metrics()["rollouts/rows_env_letters"] == 4
 
 
-def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means(api, open_source):
+def test_environment_without_rows_counts_as_zero(api, open_source):
     """The trainer averages what each step logs: the ratio of the means is that of the rows, 1 to
     5."""
     source = open_source(environments=Named({0: "letters", 1: "digits"}))
@@ -633,9 +611,7 @@ def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means
     assert source.metrics()["rollouts/rows_env_2"] == 0
 
 
-def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(
-    api, open_source, monkeypatch, caplog
-):
+def test_pulling_of_queue_is_told_and_is_no_waiting(api, open_source, monkeypatch, caplog):
     monkeypatch.setattr(deliveries, "PROGRESS", 0.02)
     source = open_source()
     api.deliver(*groups(*range(400)))
@@ -655,7 +631,7 @@ def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(
     assert source.catching_up() == caught_up  # here nothing came: that is waiting
 
 
-def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
+def test_messages_name_environment(api, open_source, caplog):
     source = open_source(environments=Named({0: "letters"}))
     api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
     assert scores(source, 2) == [3, 4]
@@ -670,9 +646,7 @@ def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     )
 
 
-def test_environments_that_the_run_did_not_start_are_called_as_they_registered(
-    naming_api, run_info
-):
+def test_foreign_environments_keep_registered_names(naming_api, run_info):
     source = AtroposSource(naming_api.url, environments=Named({1: "letters"}))
     source.start(run_info())
     assert source.poll(4, SHORT) is None  # lets environments in
@@ -692,7 +666,7 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(
 @pytest.mark.parametrize(
     ("strays", "removed"), [((3, 3), "2 groups of 3"), ((3, 8, 3), "3 groups of 3, 8")]
 )
-def test_strays_that_fit_into_no_batch_are_removed_from_the_api_of_a_run(
+def test_unfitting_strays_are_removed_from_api(
     naming_api, run_info, monkeypatch, caplog, strays, removed
 ):
     """They have no `env_id`, so that the API does not look at their size. The others are handed out
@@ -713,7 +687,7 @@ def test_strays_that_fit_into_no_batch_are_removed_from_the_api_of_a_run(
     assert f"Removed {removed} rollouts from the queue" in caplog.text
 
 
-def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):
+def test_thread_error_is_raised_by_each_poll(api, open_source):
     source = open_source()
     api.deliver(*map(make_group, range(8)))
     for _ in range(2):
@@ -721,9 +695,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(a
             source.poll(4, WAIT)
 
 
-def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wait_for_it(
-    run_info, caplog, monkeypatch
-):
+def test_hung_request_is_told_and_close_is_quick(run_info, caplog, monkeypatch):
     monkeypatch.setattr(pull, "QUIET_WARNING", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken, released = threading.Event(), threading.Event()
@@ -769,9 +741,7 @@ def _answer_until_batch(
     released.wait(10 * WAIT)
 
 
-def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(
-    api, open_source, run_info
-):
+def test_oldest_rollouts_go_after_checkpoint(api, open_source, run_info):
     source = open_source(None, {"save_steps": 0}, max_spool_gb=20e-6, prefetch_batches=0)
     for score in range(1, 21):
         api.deliver(*groups(score, score))
@@ -782,9 +752,7 @@ def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(
     assert files[-1].name == "rows-000000000076.arrow"
 
 
-def test_nothing_is_removed_before_it_is_in_a_checkpoint_and_the_log_says_so(
-    api, open_source, run_info, caplog
-):
+def test_rollouts_stay_until_in_checkpoint(api, open_source, run_info, caplog):
     source = open_source(max_spool_gb=1e-9, prefetch_batches=0)
     for score in (1, 2):
         api.deliver(*groups(score, score))
@@ -793,7 +761,7 @@ def test_nothing_is_removed_before_it_is_in_a_checkpoint_and_the_log_says_so(
     assert caplog.text.count("none can be removed before they are in a checkpoint") == 1
 
 
-def test_the_rollouts_of_a_run_can_be_replayed(api, open_source, run_info):
+def test_rollouts_of_run_can_be_replayed(api, open_source, run_info):
     source = open_source()
     api.deliver(*groups(1, 2, 3, 4))
     scores(source, 8)
@@ -803,7 +771,7 @@ def test_the_rollouts_of_a_run_can_be_replayed(api, open_source, run_info):
     assert replay.state() == {}
 
 
-def test_replayed_rows_must_fit_the_run(api, open_source, run_info, caplog):
+def test_replayed_rows_must_fit_run(api, open_source, run_info, caplog):
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)

@@ -17,9 +17,7 @@ TRAINER_FAULTS = 14  # each kind once
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="follows files by what Linux shows of them")
 @pytest.mark.parametrize(("faults", "flags"), [(FAULTS, []), (TRAINER_FAULTS, ["--trainer"])])
-def test_after_every_fault_each_row_was_trained_once_or_dropped_with_a_reason_or_lost_with_the_api(
-    faults, flags
-):
+def test_rows_are_accounted_for_after_every_fault(faults, flags):
     # In a process of its own, whose children fork from one that has imported nothing but what they
     # need.
     command = [

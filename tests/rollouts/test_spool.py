@@ -61,7 +61,7 @@ def path_of(spool: Spool, start: int) -> Path:
     return spool.folder / f"rows-{start:012d}.arrow"
 
 
-def test_rows_come_back_as_they_were_with_every_field(tmp_path):
+def test_rows_come_back_with_every_field(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     rows = [
         make_row(),
@@ -74,20 +74,20 @@ def test_rows_come_back_as_they_were_with_every_field(tmp_path):
     assert_same_rows(again.read(again.headers[0]), rows, but=("arrived",))
 
 
-def test_a_rows_index_counts_what_was_dropped_or_lost_before_it(tmp_path):
+def test_row_index_counts_dropped_and_lost_rows(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 8, make_row(), make_row())
     assert [row.index for row in spool.read(spool.headers[0])] == [10, 11]
 
 
-def test_a_batch_of_nothing_but_rejected_groups_is_a_file_with_no_rows_that_counts_them(tmp_path):
+def test_rejected_batch_is_file_without_rows(tmp_path):
     append(Spool(tmp_path / "rollouts", 1e9), 0, policy_branches=[["a", 0]], version=5)
     spool = Spool(tmp_path / "rollouts", 1e9)
     assert spool.headers == [FileHeader(0, 4, DELIVERY, {"rejected": 4}, 0, [["a", 0]], 5)]
     assert spool.read(spool.headers[0]) == []
 
 
-def test_files_written_before_are_read_and_would_be_written_alike(tmp_path):
+def test_old_files_are_read_and_written_alike(tmp_path):
     """`data/spool` was written when the classes of the header and its fields had other names."""
     shutil.copytree(DATA / "spool", tmp_path / "rollouts")
     spool = Spool(tmp_path / "rollouts", 1e9)
@@ -108,7 +108,7 @@ def test_files_written_before_are_read_and_would_be_written_alike(tmp_path):
         )
 
 
-def test_datasets_reads_the_files_with_typed_columns(tmp_path):
+def test_datasets_reads_files_with_typed_columns(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 0, full_row(), make_row())
     append(spool, 4)
@@ -125,9 +125,7 @@ def test_datasets_reads_the_files_with_typed_columns(tmp_path):
     assert table[0]["pulled_at"].tzname() == "UTC"
 
 
-def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(
-    tmp_path, monkeypatch
-):
+def test_append_syncs_batch_and_then_its_name(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "rollouts", 1e9)
     synced = []
     fsync = os.fsync
@@ -143,7 +141,7 @@ def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns
 
 
 @pytest.mark.parametrize("keep", [0, 0.3, 0.9])
-def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
+def test_torn_file_is_skipped_with_warning(tmp_path, caplog, keep):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 0, *[make_row()] * 4)
     append(spool, 4, *[make_row()] * 4)
@@ -155,9 +153,7 @@ def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
 
 
 @pytest.mark.parametrize("of_the_file", [0.05, 0.5, 0.97])
-def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(
-    tmp_path, of_the_file
-):
+def test_corrupted_file_is_told_from_seal_like_text(tmp_path, of_the_file):
     spool = Spool(tmp_path / "rollouts", 1e9)
     like_a_seal = '"crc32": "00000000"'  # in the text of a rollout
     append(spool, 0, *[make_row(messages=like_a_seal)] * 4)
@@ -169,7 +165,7 @@ def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(
         spool.read(spool.headers[0])
 
 
-def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
+def test_foreign_files_are_skipped_with_warning(tmp_path, caplog):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(Spool(tmp_path / "other", 1e9), 0, *[make_row()] * 4)
     shutil.copy(tmp_path / "other" / "rows-000000000000.arrow", spool.folder)
@@ -181,7 +177,7 @@ def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
     assert f"{path_of(spool, 4)} is not a whole file" in caplog.text
 
 
-def test_a_spool_meta_of_something_else_is_refused_with_the_way_out(tmp_path):
+def test_foreign_spool_meta_is_refused_with_fix(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "spool.meta").write_text("[]")
     with pytest.raises(
@@ -190,7 +186,7 @@ def test_a_spool_meta_of_something_else_is_refused_with_the_way_out(tmp_path):
         Spool(tmp_path / "rollouts", 1e9)
 
 
-def test_a_draft_that_a_crash_left_is_removed(tmp_path):
+def test_draft_left_by_crash_is_removed(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     draft = spool.folder / ".rows-000000000000.arrow.tmp"
     draft.write_bytes(b"half")
@@ -198,7 +194,7 @@ def test_a_draft_that_a_crash_left_is_removed(tmp_path):
     assert not draft.exists()
 
 
-def test_the_oldest_files_are_removed_above_the_limit_and_none_that_is_needed(tmp_path):
+def test_oldest_unneeded_files_go_above_limit(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     for start in (0, 4, 8):
         append(spool, start, *[make_row()] * 4)
@@ -214,7 +210,7 @@ def test_the_oldest_files_are_removed_above_the_limit_and_none_that_is_needed(tm
     assert small.excess() <= 0
 
 
-def test_a_file_that_cannot_be_written_leaves_the_others_and_says_what_to_do(tmp_path):
+def test_unwritable_file_leaves_others_and_tells_fix(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 0, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").mkdir()  # not even root can open that to write

@@ -79,7 +79,7 @@ def shares_of(trainer: BareTrainer, groups: int) -> tuple[float, float, int]:
 
 @pytest.mark.full  # the next test sees what is trained
 @pytest.mark.slow
-def test_the_api_does_not_heed_weights_and_the_trained_shares_do(restartable_api, tiny_model):
+def test_trained_shares_follow_weights_unlike_api(restartable_api, tiny_model):
     trainer = BareTrainer(restartable_api.url, BATCH)
     with environments(
         trainer.client, trainer.pull, tiny_model, ["--weight", "1"], ["--weight", "3"]
@@ -96,9 +96,7 @@ def test_the_api_does_not_heed_weights_and_the_trained_shares_do(restartable_api
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_the_shares_that_a_source_hands_out_hold_when_one_environment_is_slower(
-    slow, restartable_api, tiny_model, tmp_path
-):
+def test_shares_hold_with_slower_environment(slow, restartable_api, tiny_model, tmp_path):
     client = AtroposClient(restartable_api.url, request_timeout=10, batch_timeout=60)
     source = AtroposSource(restartable_api.url, enforce_environment_weights=True)
     source.start(RunInfo(BATCH, 64, 1.0, 0, 10**6, str(tmp_path), 0, "weights"))
@@ -136,14 +134,14 @@ def shares(api) -> Iterator[Shares]:
     trainer.close()
 
 
-def test_a_single_environment_is_never_held_back(api, shares):
+def test_single_environment_is_never_held_back(api, shares):
     register(api, 1)
     rows = rows_of(0, 100, Intake(64, 1.0, "refuse"))
     shares.note({0})
     assert all(shares.admits(row) for row in rows)
 
 
-def test_of_one_group_all_rows_are_admitted_or_none(api, shares):
+def test_group_rows_are_admitted_all_or_none(api, shares):
     register(api, 1), register(api, 3)
     intake = Intake(64, 1.0, "refuse")
     shares.note({0, 1})
@@ -154,7 +152,7 @@ def test_of_one_group_all_rows_are_admitted_or_none(api, shares):
     assert {True} in decided.values() and {False} in decided.values()
 
 
-def test_an_environment_may_be_ahead_by_the_slack_and_no_further(api, shares):
+def test_environment_is_ahead_by_slack_at_most(api, shares):
     """Of two environments of equal weight, only one delivers: of every two rollouts, one is ahead
     of its share."""
     register(api, 1), register(api, 1)
@@ -163,9 +161,7 @@ def test_an_environment_may_be_ahead_by_the_slack_and_no_further(api, shares):
     assert len(admitted) == 2 * shares.slack
 
 
-def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(
-    api, shares, monkeypatch
-):
+def test_long_silent_environment_holds_nobody_back(api, shares, monkeypatch):
     monkeypatch.setattr(selection, "FORGET", 0.2)  # seconds
     register(api, 1), register(api, 1)
     intake = Intake(64, 1.0, "refuse")
@@ -176,9 +172,7 @@ def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(
     assert all(shares.admits(row) for row in rows_of(0, 20, intake))
 
 
-def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_caught_up(
-    api, shares
-):
+def test_late_environment_does_not_stop_others(api, shares):
     register(api, 1), register(api, 1)
     intake = Intake(64, 1.0, "refuse")
     shares.note({0})
@@ -190,6 +184,6 @@ def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_ca
     assert not all(shares.admits(row) for row in rows_of(0, 20, intake))
 
 
-def test_rows_of_an_environment_that_the_api_does_not_know_are_admitted(api, shares):
+def test_rows_of_unknown_environment_are_admitted(api, shares):
     shares.note({7})
     assert all(shares.admits(row) for row in rows_of(7, 20, Intake(64, 1.0, "refuse")))

@@ -43,7 +43,7 @@ def same(group: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["single_turn", "multi_turn", "no_logprobs"])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_a_recorded_batch_is_read_to_the_last_bit(name, separators):
+def test_recorded_batch_is_read_to_last_bit(name, separators):
     batch = json.loads((DATA / f"{name}.json").read_text())["batch"]
     for group, sent in zip(
         decode_reply(body_of(*batch, separators=separators)).batch, batch, strict=True
@@ -68,7 +68,7 @@ def test_a_recorded_batch_is_read_to_the_last_bit(name, separators):
         assert same(group, parse_group(sent))
 
 
-def test_every_field_is_read_into_arrays_of_its_type():
+def test_fields_become_arrays_of_their_type():
     ids, logprobs = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4], [-1, 2], [-3]]] * 2
     group = make_group(
         0, 1, advantages=[[0, 0.5, 1, -1]] * 2, distill_token_ids=ids, distill_logprobs=logprobs
@@ -109,13 +109,13 @@ def test_lists_within_lists_are_not_flattened(name, sequence):
     assert str(read).startswith(name) and (read.env_id, read.size) == (0, 2)
 
 
-def test_a_bracket_that_is_escaped_is_a_bracket():
+def test_escaped_bracket_counts_as_bracket():
     group = make_group(0, 1, messages=[["[ALMOST"], []])
     body = body_of(group).replace(b"[ALMOST", b"\\u005bALMOST")
     assert same(decode_reply(body).batch[0], parse_group(group))
 
 
-def test_of_a_field_that_is_there_twice_the_last_one_counts_as_for_json():
+def test_repeated_field_has_last_value_as_in_json():
     body = body_of(make_group(0, 1)).replace(
         b'{"tokens"', b'{"scores": [5, 6], "tokens": [[1], [2]], "tokens"'
     )
@@ -125,7 +125,7 @@ def test_of_a_field_that_is_there_twice_the_last_one_counts_as_for_json():
 
 
 @pytest.mark.parametrize("value", [2**64, 10**30, -(10**30)])
-def test_an_integer_of_any_size_is_read_exactly(value):
+def test_integer_of_any_size_is_read_exactly(value):
     group = make_group(0, 1, tokens=[[7, 8, value, 9], [7, 8, 11, 9]])
     assert decode_reply(body_of(group)).batch[0].args[0].startswith(f"tokens[0][2] is {value}: ")
     kept = parse_group(text_of(make_group(0, 1, messages=[[value], [0.1]])))
@@ -135,7 +135,7 @@ def test_an_integer_of_any_size_is_read_exactly(value):
 @pytest.mark.parametrize(
     "text", [b'"\xff"', b'"\\ud83d"', b"9" * 5000, b"[" * 995 + b"]" * 995, b"NaN", b"1e999"]
 )
-def test_a_group_that_cannot_be_read_costs_no_other(text):
+def test_unreadable_group_costs_no_other(text):
     body = body_of(
         make_group(0, 1), make_group(8, 9, images="HERE"), make_group(2, 3), separators=(",", ":")
     )
@@ -144,7 +144,7 @@ def test_a_group_that_cannot_be_read_costs_no_other(text):
     assert isinstance(broken, RejectedGroup) or broken.scores == [8, 9]
 
 
-def test_a_group_that_is_not_json_is_rejected_with_the_reason():
+def test_non_json_group_is_rejected_with_reason():
     assert (
         read_group(b'{"tokens": [[1]]').args[0].startswith("the group is not JSON that can be read")
     )
@@ -171,7 +171,7 @@ def test_a_group_that_is_not_json_is_rejected_with_the_reason():
         (b' {"step": 1, "batch" : [ {} , 5, "x" ] } ', [{}, 5, "x"]),
     ],
 )
-def test_groups_are_found_however_the_reply_is_written(body, groups):
+def test_groups_are_found_in_any_reply_layout(body, groups):
     read = decode_reply(body).batch
     assert (read is None) == (groups is None)
     assert [repr(group) for group in read or []] == [
@@ -180,7 +180,7 @@ def test_groups_are_found_however_the_reply_is_written(body, groups):
     assert all(isinstance(group, RejectedGroup) for group in read or [])
 
 
-def test_an_answer_that_there_is_no_trainer_is_told_from_a_batch():
+def test_missing_trainer_answer_is_told_from_batch():
     assert (
         decode_reply(b'{"status":"error","message":"Trainer not registered","batch":[]}').status
         == "error"
@@ -188,7 +188,7 @@ def test_an_answer_that_there_is_no_trainer_is_told_from_a_batch():
     assert decode_reply(b'{"batch":[]}').status is None
 
 
-def test_a_field_that_nobody_knows_is_ignored():
+def test_unknown_field_is_ignored():
     assert isinstance(read_group(text_of(make_group(0, 1, new={"a": [1]}))), ScoredGroup)
 
 
@@ -207,12 +207,12 @@ def test_a_field_that_nobody_knows_is_ignored():
     ]
     + [b'{"batch":[' + b"[" * 10**6 + b"]" * 10**6 + b"]}", b"<html>502</html>"],
 )
-def test_what_is_no_batch_raises_nothing_but_a_value_error(body):
+def test_non_batch_raises_only_value_error(body):
     with pytest.raises(ValueError):
         decode_reply(body)
 
 
-def test_half_a_surrogate_pair_in_a_key_costs_no_group_of_its_batch():
+def test_lone_surrogate_in_key_costs_no_group():
     body = json.dumps(
         {"batch": [make_group(0, 1, generation_params={"\ud83d": 1}), make_group(2, 3)]}
     ).encode()

@@ -68,7 +68,7 @@ def client(server) -> Iterator[ServerClient]:
     wait_for(lambda: not client.info().lease_held and not client.info().paused, "the lease's end")
 
 
-def test_the_server_is_unhealthy_while_its_engine_does_not_answer(server):
+def test_server_with_hung_engine_is_unhealthy(server):
     engine = server.engine
     engine.suspend()
     try:
@@ -92,12 +92,12 @@ def test_the_server_is_unhealthy_while_its_engine_does_not_answer(server):
 
 
 @pytest.mark.parametrize("route", ["/info", "/pause", "/resume", "/attach", "/lease", "/anything"])
-def test_control_routes_need_the_token(server, route):
+def test_control_routes_need_token(server, route):
     for method in ("GET", "POST"):
         assert server.control(method, route, token="wrong").status_code == 401
 
 
-def test_vllms_own_control_routes_are_not_there(server):
+def test_vllm_control_routes_are_absent(server):
     for route in (
         "/collective_rpc",
         "/pause",
@@ -108,7 +108,7 @@ def test_vllms_own_control_routes_are_not_there(server):
         assert requests.post(server.url + route, json={}, timeout=10).status_code in (404, 405)
 
 
-def test_the_server_listens_on_one_loopback_address_only(server):
+def test_server_listens_on_one_loopback_address(server):
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(OSError):  # a server on 0.0.0.0 would answer on every address
         socket.create_connection(("127.0.0.2", port), timeout=2)
@@ -132,7 +132,7 @@ NEED_A_PAUSE = {
 
 
 @pytest.mark.parametrize("route", [*NEED_A_LEASE, *NEED_A_PAUSE])
-def test_what_changes_the_server_needs_a_lease(server, route):
+def test_server_changes_need_lease(server, route):
     reply = server.control("POST", route, {**NEED_A_LEASE, **NEED_A_PAUSE}[route])
     assert reply.status_code == 409
     assert (
@@ -142,7 +142,7 @@ def test_what_changes_the_server_needs_a_lease(server, route):
 
 
 @pytest.mark.parametrize("route", NEED_A_PAUSE)
-def test_what_changes_weights_needs_a_pause(server, client, route):
+def test_weight_changes_need_pause(server, client, route):
     reply = server.control("POST", route, NEED_A_PAUSE[route])
     assert reply.status_code == 409
     assert (
@@ -151,7 +151,7 @@ def test_what_changes_weights_needs_a_pause(server, client, route):
     )
 
 
-def test_only_a_paused_server_is_resumed(server, client):
+def test_resume_without_pause_is_refused(server, client):
     version = client.info().policy_version
     reply = server.control("POST", "/resume", {"policy_version": version + 1})
     assert reply.status_code == 409
@@ -159,7 +159,7 @@ def test_only_a_paused_server_is_resumed(server, client):
     assert client.info().policy_version == version
 
 
-def test_only_one_trainer_holds_the_server(server, client):
+def test_lease_of_second_trainer_is_refused(server, client):
     second = ServerClient(server.url, 30, server.token)
     with pytest.raises(
         ServerError, match="another trainer holds this server: stop it, or start a server for this"
@@ -176,7 +176,7 @@ def complete(server: Server, stream: bool) -> requests.Response:
     return requests.post(f"{server.url}/v1/completions", json=body, stream=stream, timeout=60)
 
 
-def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(server, client):
+def test_request_in_pause_waits_for_next_version(server, client):
     """The engine would hold them as well; but what they sample from is looked up before they come
     to it."""
     version = client.info().policy_version
@@ -195,9 +195,7 @@ def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(se
         assert [one.result().status_code for one in through_openai] == [200, 200]
 
 
-def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are_served(
-    server, client
-):
+def test_held_requests_wait_while_others_are_served(server, client):
     """Of a run that is strictly on-policy: environments begin the next batch when it may be
     sampled."""
     with ThreadPoolExecutor() as pool:
@@ -246,7 +244,7 @@ def sample_for(server: Server, key: str, route: str = "/generate", **body) -> re
     return requests.post(server.url + route, json=usual | body, headers=headers, timeout=60)
 
 
-def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
+def test_server_notes_versions_of_evaluation(server, client):
     version = client.info().policy_version
     wait_for(
         lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end"
@@ -274,7 +272,7 @@ def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
     }
 
 
-def test_the_server_says_which_version_the_oldest_request_began_with(server, client):
+def test_server_tells_oldest_version_in_flight(server, client):
     version = client.info().policy_version
     wait_for(
         lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end"
@@ -297,7 +295,7 @@ def test_the_server_says_which_version_the_oldest_request_began_with(server, cli
 # Where the weights may be half written when it ends: `tests/weights/test_faults.py`.
 
 
-def test_a_trainer_that_dies_between_publishes_leaves_the_server_to_the_next(server):
+def test_trainer_death_outside_pause_frees_server(server):
     client = ServerClient(server.url, 30, server.token)
     with lease_holder(server, "running") as holder:
         kill(holder)
@@ -307,7 +305,7 @@ def test_a_trainer_that_dies_between_publishes_leaves_the_server_to_the_next(ser
     assert server.generate(prompt="a", max_tokens=1).status_code == 200
 
 
-def test_a_trainer_that_dies_in_a_pause_with_whole_weights_lets_the_server_resume(server):
+def test_trainer_death_in_pause_resumes_server(server):
     client = ServerClient(server.url, 30, server.token)
     version = client.info().policy_version
     replies = []

@@ -48,9 +48,7 @@ def sampled(reply):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(
-    server, reference, temperature, tolerance
-):
+def test_logprobs_are_at_sampling_temperature(server, reference, temperature, tolerance):
     reply = server.generate(
         prompt={"prompt_token_ids": PROMPT}, n=3, max_tokens=12, temperature=temperature
     ).json()
@@ -72,7 +70,7 @@ def test_n_completions_come_back_in_every_list(server):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="only vLLM's engine for the CPU ends by seeds"
 )
-def test_seeded_requests_do_not_end_the_engine(server):
+def test_seeded_requests_do_not_end_engine(server):
     """Their prompts are longer together than what the engine computes in one step, so that some are
     cut."""
 
@@ -92,9 +90,7 @@ def test_seeded_requests_do_not_end_the_engine(server):
     assert len({tuple(tokens) for tokens in same}) > 1
 
 
-def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_told(
-    server, reference, tolerance
-):
+def test_several_logprobs_still_tell_sampled_token(server, reference, tolerance):
     reply = server.generate(
         prompt={"prompt_token_ids": PROMPT}, max_tokens=12, temperature=2.0, logprobs=3
     ).json()
@@ -102,7 +98,7 @@ def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_to
     assert torch.allclose(torch.tensor(sampled(reply)[0]), expected, atol=tolerance)
 
 
-def test_vllms_own_route_tells_the_texts_of_log_probabilities(server):
+def test_openai_route_tells_texts_of_logprobs(server):
     body = {
         "model": "any",
         "prompt": "abc=",
@@ -116,14 +112,14 @@ def test_vllms_own_route_tells_the_texts_of_log_probabilities(server):
     assert choice["logprobs"]["tokens"] == list(choice["text"]) and len(choice["text"]) == 2
 
 
-def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
+def test_stop_string_or_length_ends_completion(server):
     reply = server.generate(prompt="abc=", n=32, max_tokens=40, stop=["a"], temperature=2.0).json()
     assert set(reply["finish_reasons"]) == {"stop", "length"}
     for text, reason in zip(reply["text"], reply["finish_reasons"], strict=True):
         assert reason == "stop" or "a" not in text
 
 
-def test_a_completion_that_is_ended_because_it_repeats_itself_has_stopped(server):
+def test_repetitive_completion_finishes_as_stop(server):
     detection = {"max_pattern_size": 2, "min_count": 2}
     always = {"temperature": 0, "logit_bias": {"5": 100.0}, "repetition_detection": detection}
     reply = server.generate(
@@ -133,7 +129,7 @@ def test_a_completion_that_is_ended_because_it_repeats_itself_has_stopped(server
     assert set(reply["token_ids"][0]) == {5} and len(reply["token_ids"][0]) < 20
 
 
-def test_prompt_log_probabilities_are_flat_floats(server, reference, tolerance):
+def test_prompt_logprobs_are_flat_floats(server, reference, tolerance):
     reply = server.generate(
         prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1
     ).json()
@@ -147,9 +143,7 @@ def test_prompt_log_probabilities_are_flat_floats(server, reference, tolerance):
     )
 
 
-def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(
-    server, server_model, reference, tolerance
-):
+def test_atroposlib_client_gets_tokens_and_logprobs(server, server_model, reference, tolerance):
     config = APIServerConfig(
         model_name="any name",
         tokenizer_name=server_model,
@@ -184,13 +178,13 @@ def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(
         ({"prompt": {"prompt_token_ids": [1] * 600}}, "512"),
     ],
 )
-def test_a_wrong_request_is_refused_with_the_reason(server, body, words):
+def test_wrong_request_is_refused_with_reason(server, body, words):
     reply = server.generate(**body)
     assert reply.status_code == 400
     assert words in reply.json()["error"]
 
 
-def test_a_client_that_goes_away_stops_the_engine_from_working_for_it(server):
+def test_request_of_departed_client_is_dropped(server):
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "abc=", "n": 64, "max_tokens": 500, "ignore_eos": True})
     request = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
@@ -211,7 +205,7 @@ def test_openai_routes_answer_under_any_model_name(server):
         assert reply.json()["usage"]["completion_tokens"] <= 4
 
 
-def test_text_and_token_prompts_are_the_same_prompt(server, server_model):
+def test_text_and_token_prompts_are_equal(server, server_model):
     tokenizer = AutoTokenizer.from_pretrained(server_model)
     replies = [
         server.generate(prompt=prompt, max_tokens=1, prompt_logprobs=0).json()["prompt_logprobs"]
@@ -227,7 +221,7 @@ def _wait_for(condition, what: str, seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def test_what_is_refused_is_counted_by_its_reason_and_told(server):
+def test_refusals_are_counted_by_reason_and_told(server):
     def refused() -> tuple[int, int]:
         told = server.control("GET", "/refusals").json()
         return told["total"], sum(
@@ -254,7 +248,7 @@ def test_what_is_refused_is_counted_by_its_reason_and_told(server):
         ({"logit_bias": {"97": 100.0}}, "."),
     ],
 )
-def test_what_is_sampled_can_be_constrained(server, fields, allowed):
+def test_sampling_obeys_constraints(server, fields, allowed):
     reply = server.generate(prompt="abc=", max_tokens=8, **fields)
     assert reply.status_code == 200, reply.text
     if "structured_outputs" in fields:
@@ -273,7 +267,7 @@ def test_what_is_sampled_can_be_constrained(server, fields, allowed):
         ({"logit_bias": {"5": "much"}}, "`logit_bias"),
     ],
 )
-def test_a_constraint_that_cannot_be_kept_is_refused_with_the_reason(server, fields, words):
+def test_invalid_constraint_is_refused_with_reason(server, fields, words):
     reply = server.generate(prompt="abc=", max_tokens=8, **fields)
     assert reply.status_code == 400
     assert words in reply.json()["error"]

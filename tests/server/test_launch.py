@@ -29,7 +29,7 @@ def flags(*given: str, cpu: bool = True, mode: str = "colocate") -> dict[str, st
 
 @pytest.mark.parametrize("mode", PUBLISHING_MODES)
 @pytest.mark.parametrize("cpu", [True, False])
-def test_every_mode_has_the_control_routes_and_the_right_log_probabilities(mode, cpu):
+def test_every_mode_has_control_routes_and_logprobs(mode, cpu):
     stated = flags(cpu=cpu, mode=mode)
     assert stated["--model"] == "m"
     assert stated["--middleware"] == "trl_atropos.server.control.Control"
@@ -41,7 +41,7 @@ def test_every_mode_has_the_control_routes_and_the_right_log_probabilities(mode,
 @pytest.mark.parametrize(
     "given", [["-tp", "2"], ["-tp=2"], ["--tensor_parallel_size", "2"]], ids=" ".join
 )
-def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
+def test_flag_spellings_are_read_alike(given, tmp_path):
     folder = tmp_path / "model"
     Qwen3Config().save_pretrained(folder)
     argv = [
@@ -60,7 +60,7 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)
 
 
-def test_flags_of_the_server_are_one_quoted_text_on_the_command_line():
+def test_server_flags_are_one_quoted_argument():
     argv = [
         "--model_name_or_path",
         "m",
@@ -75,7 +75,7 @@ def test_flags_of_the_server_are_one_quoted_text_on_the_command_line():
     assert recipe.services.vllm_args == ["--max-num-seqs", "8", "--enforce-eager"]
 
 
-def test_the_short_names_of_flags_are_vllms():
+def test_short_flag_names_match_vllm():
     arguments = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     theirs = {
         one: action.dest
@@ -105,19 +105,19 @@ def test_the_short_names_of_flags_are_vllms():
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_the_modes_of_adapters_have_places_for_two_versions(mode):
+def test_adapter_modes_hold_two_versions(mode):
     stated = flags(mode=mode)
     assert "--enable-lora" in stated
     assert (stated["--max-loras"], stated["--max-lora-rank"]) == ("2", "64")
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_other_modes_have_adapters_only_when_asked_for(mode):
+def test_other_modes_have_adapters_only_on_request(mode):
     assert not [flag for flag in flags(mode=mode) if "lora" in flag]
     assert flags("--enable-lora", mode=mode)["--max-loras"] == "2"
 
 
-def test_the_servers_dtype_is_stated_on_the_cpu_only():
+def test_server_dtype_is_stated_only_on_cpu():
     assert (flags(cpu=True)["--dtype"], flags(cpu=True)["--load-format"]) == (
         "float32",
         "trl_atropos_shared",
@@ -139,7 +139,7 @@ def test_the_servers_dtype_is_stated_on_the_cpu_only():
     ],
     ids=" ".join,
 )
-def test_flags_of_the_user_win_over_our_defaults(given):
+def test_user_flags_win_over_defaults(given):
     arguments = vllm_arguments("m", list(given), cpu=True, mode="nccl_lora")
     words = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in arguments]
     flag = given[0].partition("=")[0].replace("_", "-").replace("--no-", "--")
@@ -160,17 +160,17 @@ def test_flags_of_the_user_win_over_our_defaults(given):
         ),
     ],
 )
-def test_a_flag_that_would_break_the_run_is_refused(given, message):
+def test_flag_breaking_run_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         vllm_arguments("m", given, cpu=True)
 
 
-def test_a_flag_that_says_what_must_hold_is_not_said_twice():
+def test_required_flag_is_not_repeated():
     given = ["--logprobs-mode", "processed_logprobs"]
     assert vllm_arguments("m", given, cpu=True).count("--logprobs-mode") == 1
 
 
-def test_without_vllm_one_sentence_says_how_to_install_it(monkeypatch):
+def test_missing_vllm_is_told_with_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
         SystemExit,
@@ -179,7 +179,7 @@ def test_without_vllm_one_sentence_says_how_to_install_it(monkeypatch):
         main(["m"])
 
 
-def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatch, tmp_path):
+def test_generated_token_is_readable_by_user_only(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "trl_atropos" / "token-9001"
     for _ in range(2):  # the second server's replaces the first's
@@ -206,7 +206,7 @@ def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatc
     assert "ready at http://[::1]:9001, " in ready_text("::1", "9001", "lora", None)
 
 
-def test_a_key_that_would_protect_nothing_is_refused(monkeypatch):
+def test_useless_api_key_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"--api-key .* would protect nothing. Leave it out"):
         vllm_arguments("m", ["--api-key", "secret"], cpu=True)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -214,7 +214,7 @@ def test_a_key_that_would_protect_nothing_is_refused(monkeypatch):
         vllm_arguments("m", [], cpu=True)
 
 
-def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
+def test_ready_line_tells_url_and_next_command(server):
     deadline = time.monotonic() + 10
     while "ready" not in (log := server.log.read_text()):
         assert time.monotonic() < deadline, log
@@ -227,13 +227,13 @@ def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
     assert server.token not in log
 
 
-def test_a_mode_that_there_is_not_is_refused(capsys):
+def test_unknown_mode_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["m", "--vllm_mode", "banana"])
     assert "choose from" in capsys.readouterr().err
 
 
-def test_the_restart_mode_becomes_the_front(tmp_path):
+def test_restart_mode_becomes_front(tmp_path):
     """Which alone knows a drain timeout."""
     command = [
         sys.executable,
@@ -262,7 +262,7 @@ def test_the_restart_mode_becomes_the_front(tmp_path):
     ],
 )
 @pytest.mark.parametrize("mode", ["colocate", "restart"])
-def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(mode, token, told, monkeypatch):
+def test_token_unfit_for_header_is_refused_unshown(mode, token, told, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(
         SystemExit, match=f"{TOKEN_VARIABLE} has {told}.* Set it to letters and digits"

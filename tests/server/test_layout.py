@@ -70,11 +70,11 @@ def view_of(model: Model, *shape: int) -> torch.Tensor:
     return read
 
 
-def test_a_slice_of_a_fused_weight_is_a_view():
+def test_slice_of_fused_weight_is_view():
     view_of(Model(torch.zeros(12, 4), lambda memory, w: memory[4:8].copy_(w)), 4, 4)
 
 
-def test_a_padded_vocabulary_is_a_view_of_its_first_rows():
+def test_padded_vocabulary_is_view_of_first_rows():
     view_of(
         Model(torch.zeros(64, 4), lambda memory, w: (memory[:50].copy_(w), memory[50:].fill_(0))),
         50,
@@ -82,11 +82,11 @@ def test_a_padded_vocabulary_is_a_view_of_its_first_rows():
     )
 
 
-def test_a_transposed_weight_is_a_view_with_swapped_strides():
+def test_transposed_weight_is_view():
     view_of(Model(torch.zeros(6, 4), lambda memory, w: memory.copy_(w.t())), 4, 6)
 
 
-def test_chunks_that_lie_side_by_side_are_one_view():
+def test_adjacent_chunks_are_one_view():
     # fused and transposed: three chunks of columns become three blocks of rows
     def write(memory, weight):
         for index, chunk in enumerate(weight.chunk(3, dim=1)):
@@ -103,28 +103,28 @@ def test_chunks_in_another_order_are_refused():
     assert "another order" in place(Model(torch.zeros(6, 4), write), 6, 4)[1]
 
 
-def test_a_weight_of_which_only_a_shard_is_kept_is_refused():
+def test_weight_kept_as_shard_is_refused():
     assert (
         "a part" in place(Model(torch.zeros(2, 4), lambda memory, w: memory.copy_(w[2:])), 4, 4)[1]
     )
 
 
-def test_a_weight_that_is_computed_from_is_refused():
+def test_transformed_weight_is_refused():
     model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(-w.exp()))
     assert "transforms" in place(model, 4, 4)[1]
 
 
-def test_a_cast_weight_is_refused():
+def test_cast_weight_is_refused():
     model = Model(torch.zeros(4, 4, dtype=torch.bfloat16), lambda memory, w: memory.copy_(w))
     assert "bfloat16" in place(model, 4, 4)[1]
 
 
-def test_a_weight_the_loader_ignores_is_refused():
+def test_ignored_weight_is_refused():
     assert "does not keep" in place(Model(torch.zeros(4, 4), lambda memory, w: None), 4, 4)[1]
 
 
 @pytest.mark.parametrize("error", [KeyError("w"), ValueError("tied")])
-def test_a_loader_that_raises_is_a_reason(error):
+def test_loader_error_becomes_reason(error):
     def write(memory, weight):
         raise error
 
@@ -158,7 +158,7 @@ def place_experts(write) -> tuple:
     return place(Experts(torch.zeros(3, 4, 8), write), 3, 4, 5, pieces=expert_pieces(3, 2, 5))
 
 
-def test_experts_that_the_checkpoint_has_one_by_one_are_one_view():
+def test_separate_experts_are_one_view():
     def write(memory, weight, part):
         memory[{"gate": slice(0, 2), "up": slice(2, 4)}[part], :5].copy_(weight)
 
@@ -167,14 +167,14 @@ def test_experts_that_the_checkpoint_has_one_by_one_are_one_view():
     assert (found.offset, found.size, found.stride) == (0, [3, 4, 5], [32, 8, 1])
 
 
-def test_experts_whose_halves_are_swapped_are_refused():
+def test_experts_with_swapped_halves_are_refused():
     def write(memory, weight, part):
         memory[{"up": slice(0, 2), "gate": slice(2, 4)}[part], :5].copy_(weight)
 
     assert "another order" in place_experts(write)[1]
 
 
-def test_experts_of_which_one_half_is_not_kept_are_refused():
+def test_experts_lacking_one_half_are_refused():
     def write(memory, weight, part):
         if part == "gate":
             memory[:2, :5].copy_(weight)
@@ -182,7 +182,7 @@ def test_experts_of_which_one_half_is_not_kept_are_refused():
     assert "a part" in place_experts(write)[1]
 
 
-def test_a_parameter_that_is_no_part_of_the_checkpoint_is_refused():
+def test_parameter_outside_checkpoint_is_refused():
     model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
     assert "computes" in place(model, 4, 4, pieces=[])[1]
 
@@ -211,7 +211,7 @@ NOT_REPEATABLE = {
 
 
 @pytest.mark.parametrize("kind", [*REPEATABLE, *NOT_REPEATABLE])
-def test_copies_are_repeated_only_where_they_are_all_that_a_loader_does(kind):
+def test_copies_repeat_only_where_loader_just_copies(kind):
     model = Model(torch.ones(4, 4), (REPEATABLE | NOT_REPEATABLE)[kind])
     message = torch.arange(
         16.0, dtype=torch.float64 if "converted" in kind else torch.float32
@@ -230,7 +230,7 @@ def test_copies_are_repeated_only_where_they_are_all_that_a_loader_does(kind):
         assert kind == "left out" or repeated.max() > 100
 
 
-def test_memory_that_another_process_cannot_open_is_refused():
+def test_unshareable_memory_is_refused():
     model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
     # as if it had been packed
     model.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
@@ -238,7 +238,7 @@ def test_memory_that_another_process_cannot_open_is_refused():
     assert unique_storages(model) == {}
 
 
-def test_a_loader_that_makes_a_new_parameter_is_refused_and_changes_nothing():
+def test_loader_making_new_parameter_is_refused():
     model = Model(torch.ones(4), lambda memory, w: None)
 
     def load_weights(weights):
@@ -267,7 +267,7 @@ def test_tracing_writes_no_buffer():
     assert torch.equal(model.bias, torch.ones(4))
 
 
-def test_what_looks_into_a_parameter_moves_into_the_arena_with_it():
+def test_views_of_parameter_move_to_arena_with_it():
     model = torch.nn.Module()
     model.whole = torch.nn.Parameter(torch.zeros(4, 1, 3), requires_grad=False)
     model.other = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
@@ -281,7 +281,7 @@ def test_what_looks_into_a_parameter_moves_into_the_arena_with_it():
     assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in model.parameters())
 
 
-def test_a_parameter_is_loaded_under_any_of_its_names():
+def test_parameter_loads_under_any_of_its_names():
     model = torch.nn.Module()
     model.one, model.left = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
     model.again = model.one
@@ -289,7 +289,7 @@ def test_a_parameter_is_loaded_under_any_of_its_names():
     assert unloaded(model, {"one.weight", "left.weight"}) == ["again.bias", "one.bias"]
 
 
-def test_a_parameter_that_no_trainer_fills_is_named():
+def test_unfilled_parameter_is_named():
     model = torch.nn.Module()
     model.fused = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
     model.own = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -298,7 +298,7 @@ def test_a_parameter_that_no_trainer_fills_is_named():
     assert list(unnamed(model, parts)) == ["the server's own own"]
 
 
-def test_a_parameter_that_replaces_another_has_another_place_and_a_scale_is_a_number_of_its_module():
+def test_places_tell_replacement_and_numbers_tell_eps():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2, eps=1e-3))
     before = places_of(model)
     with torch.no_grad():
@@ -310,7 +310,7 @@ def test_a_parameter_that_replaces_another_has_another_place_and_a_scale_is_a_nu
     assert numbers_of(model) == {"1.eps": 1e-3}
 
 
-def test_a_worker_whose_weights_cannot_be_compared_says_why_and_has_no_fingerprints(monkeypatch):
+def test_incomparable_worker_tells_why(monkeypatch):
     monkeypatch.setattr(layout, "packed_layers", ["model.layers.0.mlp"])
     worker, spec = WorkerExtension(), ParameterSpec.of("w", [2, 3], torch.float32)
     told = worker.trl_atropos_trace("weights", [spec.model_dump()], None)

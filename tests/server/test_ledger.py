@@ -10,7 +10,7 @@ from trl_atropos.protocol import Note, SamplingSettings, VersionsReply, completi
 from trl_atropos.server.plane import History, Ledger
 
 
-def test_a_key_is_the_same_for_lists_arrays_and_what_has_gone_through_json():
+def test_key_is_equal_for_lists_arrays_and_json():
     logprobs = np.float32([random.Random(0).uniform(-20, 0) for _ in range(1000)])
     tokens = list(range(1000))
     key = completion_key([1, 2], tokens, logprobs)
@@ -34,7 +34,7 @@ def test_another_completion_has_another_key(other):
     assert completion_key([1, 2], [3, 4], [-0.5, -0.25]) != completion_key(*other)
 
 
-def test_a_ledger_forgets_the_oldest_completions_and_keeps_the_others():
+def test_ledger_forgets_only_oldest_completions():
     ledger = Ledger(capacity=100)
     keys = [bytes([i]) * 16 for i in range(150)]
     for version, key in enumerate(keys):
@@ -44,7 +44,7 @@ def test_a_ledger_forgets_the_oldest_completions_and_keeps_the_others():
     assert ledger.keys() == [key.hex() for key in keys[50:]]
 
 
-def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_order():
+def test_equal_completions_get_older_versions():
     for spans in ([(3, 5), (4, 4)], [(4, 4), (3, 5)]):
         ledger = Ledger()
         for span in spans:
@@ -52,7 +52,7 @@ def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_ord
         assert ledger.find([b"key".hex()]) == [Note((3, 4), SamplingSettings())]
 
 
-def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
+def test_recurring_key_ages_from_its_first_time():
     """Or a policy that has become deterministic would be as old as the first time that it was, for
     ever."""
     ledger = Ledger(capacity=10)
@@ -64,7 +64,7 @@ def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
         ledger.note(b"%d" % version, note)
 
 
-def test_what_a_ledger_knows_goes_through_json_and_back():
+def test_ledger_notes_survive_json():
     hot = SamplingSettings(temperature=1.5, top_k=3)
     notes = [Note((0, 0), hot), None, Note((0, 2), SamplingSettings()), Note((3, 3), hot)]
     reply = VersionsReply.of(notes)
@@ -72,7 +72,7 @@ def test_what_a_ledger_knows_goes_through_json_and_back():
     assert VersionsReply.model_validate_json(reply.model_dump_json()).notes() == notes
 
 
-def test_a_version_is_that_of_the_model_or_of_the_adapter_at_its_time():
+def test_version_is_of_model_or_adapter_at_its_time():
     history = History()
     for version, adapter in [(1, None), (2, 7), (5, 8), (6, 7), (1, None)]:
         history.publish(version, adapter)

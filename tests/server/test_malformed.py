@@ -249,7 +249,7 @@ class Client(threading.Thread):
 
 
 @pytest.mark.parametrize("name", FATAL)
-def test_a_value_of_the_wrong_type_is_refused_by_its_name(server, name):
+def test_value_of_wrong_type_is_refused_by_name(server, name):
     status, text = answer(
         server, json.dumps({"prompt": "abc=", "max_tokens": 4, name: FATAL[name]}).encode()
     )
@@ -257,7 +257,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_its_name(server, name):
     assert f"`{name}" in json.loads(text)["error"]
 
 
-def test_malformed_bodies_are_answered_and_nobody_else_is_disturbed(server):
+def test_malformed_bodies_disturb_no_other_client(server):
     client = Client(server)
     client.start()
     sent = bodies(BODIES)

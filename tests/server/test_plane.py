@@ -21,7 +21,7 @@ def door(monkeypatch) -> ControlPlane:
     # a part of one is one
     [(4, 0.0, 0), (4, 0.5, 2), (5, 0.5, 3), (3, 0.1, 1), (3, 1.0, 3), (0, 1.0, 0)],
 )
-def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting, share, let_in):
+def test_share_of_waiting_requests_enters_in_order(door, waiting, share, let_in):
     async def those_let_in() -> list[int]:
         turns = [asyncio.get_running_loop().create_future() for _ in range(waiting)]
         door.waiting.extend(turns)
@@ -32,7 +32,7 @@ def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting
     assert door.holding and len(door.waiting) == waiting - let_in
 
 
-def test_a_request_whose_client_has_gone_has_no_part_in_the_share(door):
+def test_abandoned_request_has_no_part_in_share(door):
     async def those_let_in() -> list[bool]:
         gone, gone_too, *others = turns = [
             asyncio.get_running_loop().create_future() for _ in range(4)
@@ -47,7 +47,7 @@ def test_a_request_whose_client_has_gone_has_no_part_in_the_share(door):
     assert asyncio.run(those_let_in()) == [True, False, True, True]
 
 
-def test_a_request_waits_on_where_the_next_pause_begins_before_its_turn(door):
+def test_request_waits_on_if_next_pause_comes_first(door):
     async def passed() -> list[bool]:
         seen = []
         request = asyncio.create_task(door.until_open())
@@ -64,7 +64,7 @@ def test_a_request_waits_on_where_the_next_pause_begins_before_its_turn(door):
     assert asyncio.run(passed()) == [False, True]
 
 
-def test_a_broken_server_refuses_what_waited(door):
+def test_broken_server_refuses_waiting_requests(door):
     door.broken = "the weights are torn"
     door.open.set()
     with pytest.raises(Refused, match="the weights are torn") as refused:
@@ -92,7 +92,7 @@ def answered(refusals: Refusals, status: int, *bodies: bytes) -> None:
     asyncio.run(respond())
 
 
-def test_each_refused_request_counts_once_and_a_server_that_shuts_down_refuses_none():
+def test_refusals_count_once_and_not_at_shutdown():
     refusals = Refusals()
     for length in (600, 601):
         answered(refusals, 400, b'{"error": "a prompt of %d tokens' % length, b' is too long"}')
@@ -108,7 +108,7 @@ def test_each_refused_request_counts_once_and_a_server_that_shuts_down_refuses_n
     assert "601" in told["latest"][1]["message"]  # the last of its kind
 
 
-def test_of_many_reasons_those_that_came_last_are_kept():
+def test_latest_refusal_reasons_are_kept():
     refusals = Refusals()
     for letter in "abcdefghijklmnopqrstuvwxyz":
         answered(refusals, 400, f'{{"error": "{letter}"}}'.encode())
@@ -121,7 +121,7 @@ def test_of_many_reasons_those_that_came_last_are_kept():
     )
 
 
-def test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it():
+def test_evaluation_has_oldest_and_newest_version():
     evaluations = Evaluations(capacity=2)
     for span in [(4, 5), (3, 4), (5, 7), (4, 4)]:
         evaluations.note("b", span)

@@ -32,20 +32,20 @@ def completion(positions: list[dict[int, float]], flat: bool) -> CompletionOutpu
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_the_log_probability_of_the_sampled_token_is_told_and_not_that_of_the_likeliest(flat):
+def test_logprob_is_of_sampled_not_likeliest_token(flat):
     positions = [{5: -3.0, 7: -0.1}, {7: -0.25, 5: -2.0}, {9: -math.inf, 5: 0.0}]
     assert _sampled_logprobs(completion(positions, flat)) == [-3.0, -0.25, LOWEST_LOGPROB]
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_model_that_computes_nan_is_an_error_of_the_server(flat):
+def test_nan_logprob_is_server_error(flat):
     with pytest.raises(Refused, match="computed NaN as a log-probability") as refused:
         _sampled_logprobs(completion([{5: -1.0}, {5: math.nan}], flat))
     assert refused.value.status == 500
 
 
 @pytest.mark.parametrize(("asked", "noted"), [(-1, 0), (0, 0), (20, 20)])
-def test_all_tokens_are_noted_in_one_way(asked, noted):
+def test_disabled_top_k_is_noted_as_0(asked, noted):
     settings = _settings_of(SamplingParams(temperature=0.5, top_k=asked, min_p=0.1), ())
     assert (settings.temperature, settings.top_k, settings.min_p) == (0.5, noted, 0.1)
 
@@ -54,7 +54,7 @@ def parsed(**body) -> tuple[dict, SamplingParams]:
     return parse(json.dumps(body).encode())
 
 
-def test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once():
+def test_body_becomes_prompt_and_sampling_params():
     """What an OpenAI client sends along, which environments cannot leave out, is ignored."""
     prompt, params = parsed(
         prompt="abc=", model="any", stream=True, user="me", temperature=0.5, logprobs=0
@@ -89,7 +89,7 @@ def test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once():
         ({"temperature": 1.0}, "`prompt` must be a string or"),
     ],
 )
-def test_what_the_engine_must_not_get_is_refused_by_its_name(body, told):
+def test_forbidden_field_is_refused_by_name(body, told):
     with pytest.raises(Refused) as refused:
         parsed(**body)
     assert told in str(refused.value) and refused.value.status == 400

@@ -52,7 +52,7 @@ def read_until_closed(connection: socket.socket) -> bytes:
     return content
 
 
-def test_proxy_of_the_environment_is_not_used(listener, monkeypatch):
+def test_environment_proxy_is_not_used(listener, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")  # an address that nobody has
     client = ServerClient(url_of(listener), 0.5, "secret")
     with pytest.raises(ServerTimeout):
@@ -62,7 +62,7 @@ def test_proxy_of_the_environment_is_not_used(listener, monkeypatch):
     assert b"authorization: Bearer secret\r\n" in request
 
 
-def test_call_without_an_answer_closes_its_connection(listener):
+def test_unanswered_call_closes_its_connection(listener):
     client = ServerClient(url_of(listener), 0.5, "secret")
     with pytest.raises(ServerTimeout, match="did not answer within 0 s while pausing") as caught:
         client.pause()
@@ -70,7 +70,7 @@ def test_call_without_an_answer_closes_its_connection(listener):
     assert caught.value is not None  # which keeps the frames of the call until here
 
 
-def test_cut_answer_is_an_error(listener):
+def test_cut_answer_raises_error(listener):
     def answer() -> None:
         with accepted(listener) as connection:
             read_request(connection)
@@ -83,7 +83,7 @@ def test_cut_answer_is_an_error(listener):
     thread.join(WAIT)
 
 
-def test_lease_stays_open_until_it_is_released(listener):
+def test_lease_stays_open_until_released(listener):
     client = ServerClient(url_of(listener), WAIT, "secret")
     thread = threading.Thread(target=client.hold_lease)
     thread.start()

@@ -204,14 +204,14 @@ NOT_RESHAPING = {
 }
 
 
-def test_every_field_of_a_request_is_known_to_reshape_what_is_sampled_or_not():
+def test_all_sampling_fields_are_classified():
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     reshaping = SamplingSettings().numbers().keys() | set(RESHAPING_FIELDS)
     assert fields - reshaping - NOT_RESHAPING == set()
     assert not reshaping & NOT_RESHAPING
 
 
-def test_logits_processors_of_a_server_are_named():
+def test_logits_processors_of_server_are_named():
     stated = SimpleNamespace(
         model_config=SimpleNamespace(logits_processors=["a.b:Mask", SimpleNamespace])
     )
@@ -224,7 +224,7 @@ def test_logits_processors_of_a_server_are_named():
     assert LOGITSPROCS_GROUP == "vllm.logits_processors"
 
 
-def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
+def test_cache_reset_visits_only_cached_blocks():
     pool = BlockPool(num_gpu_blocks=1000, enable_caching=True, hash_block_size=16)
     walked = BlockPool.reset_prefix_cache
     compat.reset_only_cached_blocks()
@@ -247,7 +247,7 @@ def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
         BlockPool.reset_prefix_cache = walked
 
 
-def test_only_log_probabilities_that_are_asked_for_flat_lose_the_text_of_their_tokens(monkeypatch):
+def test_flat_logprobs_alone_lose_token_texts(monkeypatch):
     monkeypatch.setattr(
         LogprobsProcessor, "from_new_request", LogprobsProcessor.__dict__["from_new_request"]
     )
@@ -281,7 +281,7 @@ def what_moved(place: str, name: str) -> str | None:
 
 
 @pytest.mark.parametrize(("place", "name"), NAMES, ids=str)
-def test_the_name_is_there(place, name):
+def test_vllm_has_listed_name(place, name):
     assert what_moved(place, name) is None
 
 
@@ -308,7 +308,7 @@ def imports_of_vllm() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("place", "name"), imports_of_vllm(), ids=str)
-def test_vllm_has_what_is_imported(place, name):
+def test_vllm_has_imported_name(place, name):
     assert what_moved(place, name) is None
 
 
@@ -335,7 +335,7 @@ Left.__module__ = "vllm.left"
         ("call(first, second)", "Left.call takes no second"),
     ],
 )
-def test_a_name_that_moved_is_told(name, told, monkeypatch):
+def test_moved_name_is_told(name, told, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.left", sys.modules[__name__])
     found = what_moved("vllm.left:Left", name)
     assert (found is None) if told is None else (told in found)
@@ -362,7 +362,7 @@ def test_a_name_that_moved_is_told(name, told, monkeypatch):
         ("vllm.model_executor.layers.utils", "return layer.cpu_linear(x, weight, bias)"),
     ],
 )
-def test_vllm_says_what_is_counted_on(module, line):
+def test_vllm_source_has_expected_line(module, line):
     assert line in inspect.getsource(importlib.import_module(module))
 
 
@@ -433,7 +433,7 @@ def models(tmp_path_factory) -> list[str]:
     return [str(folder / "experts"), str(folder / "dense")]
 
 
-def test_layers_compute_in_place_and_a_class_that_vllm_moved_is_refused(models, tmp_path):
+def test_layers_compute_in_place_or_are_refused(models, tmp_path):
     """If vLLM kept layers in classes that are not looked for, it would sample from the first
     weights for ever."""
     command = [sys.executable, "-c", LOADS, str(tmp_path), *models]

@@ -55,7 +55,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("script", KNOWN)
-def test_settings_are_those_of_the_environments_class(tmp_path, script):
+def test_settings_come_from_environment_class(tmp_path, script):
     path = tmp_path / "environment.py"
     source, own = KNOWN[script]
     path.write_text(source)
@@ -63,20 +63,20 @@ def test_settings_are_those_of_the_environments_class(tmp_path, script):
 
 
 @pytest.mark.parametrize("script", UNKNOWN)
-def test_settings_that_the_script_does_not_tell_are_unknown(tmp_path, script):
+def test_settings_untold_by_script_are_unknown(tmp_path, script):
     path = tmp_path / "environment.py"
     path.write_text(UNKNOWN[script])
     assert setting_names(path) is None
     assert setting_names(tmp_path / "missing.py") is None
 
 
-def test_settings_of_every_environment_are_those_of_atropos_itself():
+def test_base_settings_are_those_of_atropos():
     from atroposlib.envs.base import BaseEnvConfig
 
     assert _base_names() == set(BaseEnvConfig.model_fields)
 
 
-def test_requests_that_reshape_the_distribution_are_found(tmp_path):
+def test_reshaping_requests_are_found(tmp_path):
     path = tmp_path / "environment.py"
     path.write_text(
         "async def collect_trajectory(self, item):\n    await managed.completion(prompt=item, n=4, "
@@ -143,14 +143,14 @@ def ran(script: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_rollouts_that_atropos_collects_one_by_one_keep_their_logprobs(script):
+def test_rollouts_collected_one_by_one_keep_logprobs(script):
     group = json.loads(ran(script).stdout.splitlines()[-1])
     assert group["scores"] == [0.0, 1.0, 2.0, 3.0]
     assert group["inference_logprobs"] == [[-0.0] * 3, [-1.0] * 3, [-2.0] * 3, [-3.0] * 3]
     assert "distill_token_ids" not in group  # which not all of them have
 
 
-def test_unknown_setting_ends_the_environment_with_the_one_that_was_meant(script, tmp_path):
+def test_unknown_setting_ends_environment_with_hint(script, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"env": {"max_new_token": 24}, "stated": ["max_new_token"]}))
     result = ran(script, "--config", str(config))

@@ -37,13 +37,13 @@ WAIT = 120.0  # seconds
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(5, 0), (5, 2), (6, 6), (7, 1)])
-def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(samples, passed):
+def test_pass_at_k_is_share_of_passing_draws(samples, passed):
     for k in range(1, samples + 1):
         draws = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
         assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_the_interval_is_that_of_independent_trials_and_wider_where_samples_repeat_each_other():
+def test_interval_widens_for_repeating_samples():
     n, passed = 400, 100
     low, high = interval([1.0] * passed + [0.0] * (n - passed))
     p, z = passed / n, 1.96
@@ -55,7 +55,7 @@ def test_the_interval_is_that_of_independent_trials_and_wider_where_samples_repe
     assert interval([1.0] * 50)[0] < 0.95 and interval([1.0] * 50)[1] == 1.0
 
 
-def test_the_gain_is_of_pairs():
+def test_gain_is_paired_by_problem():
     first = {f"{i}": [float(i % 2), 0.0] for i in range(40)}
     later = {problem: [1.0, score[1]] for problem, score in first.items()}
     found = measures(later, 0.5, first)
@@ -67,7 +67,7 @@ def test_the_gain_is_of_pairs():
     assert "gain" not in measures(later, 0.5, {"other": [1.0]})
 
 
-def test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has():
+def test_pass_at_k_is_told_for_powers_of_two():
     scores = {"easy": [1.0, 1.0, 0.0, 1.0, 1.0, 0.0], "hard": [0.0, 0.0, 0.0, 0.0, 1.0]}
     found = measures(scores, 0.5)
     shares = {
@@ -113,9 +113,7 @@ def results(evaluator: Evaluator) -> dict[str, Result]:
     return {result.name: result for result in found}
 
 
-def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved(
-    tiny_model, tmp_path, caplog
-):
+def test_first_problems_are_asked_failures_are_unsolved(tiny_model, tmp_path, caplog):
     faulty = {
         "config": {"faults": {1: "weight"}, "max_num_workers": 3},
         "problems": 5,
@@ -160,9 +158,7 @@ def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solve
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_later(
-    tiny_model, tmp_path, caplog
-):
+def test_failed_evaluation_ends_run_only_if_first(tiny_model, tmp_path, caplog):
     broken = {
         "name": "broken",
         "problems": 3,
@@ -193,7 +189,7 @@ def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_late
             results(made)
 
 
-def test_a_resumed_run_has_what_it_found_before_and_nothing_of_later_steps(tiny_model, tmp_path):
+def test_resumed_run_keeps_only_earlier_evaluations(tiny_model, tmp_path):
     for step in (0, 10, 20):
         folder = tmp_path / "evaluations" / "own" / f"step-{step:06d}"
         folder.mkdir(parents=True)
@@ -210,7 +206,7 @@ def test_a_resumed_run_has_what_it_found_before_and_nothing_of_later_steps(tiny_
         assert made.busy(before=21) and not made.busy(before=20)
 
 
-def test_a_run_that_begins_anew_makes_its_first_evaluation_itself(tiny_model, tmp_path):
+def test_fresh_run_makes_its_own_first_evaluation(tiny_model, tmp_path):
     """Another run has left its result in the folder, and, since it was killed, what lets an
     evaluation begin."""
     own = tmp_path / "evaluations" / "own"
@@ -228,9 +224,7 @@ def test_a_run_that_begins_anew_makes_its_first_evaluation_itself(tiny_model, tm
 
 
 @pytest.mark.parametrize(("needed", "step"), [(True, 3), (False, 3), (False, 0)])
-def test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed(
-    needed, step, tiny_model, tmp_path, caplog
-):
+def test_overdue_evaluation_is_error_only_if_needed(needed, step, tiny_model, tmp_path, caplog):
     told = r"Evaluation 'own' at step \d failed: it did not end within 0 s \(`eval_timeout`\)"
     with Services(tmp_path / "logs") as services:
         made = evaluator(
@@ -279,9 +273,7 @@ def served(door: Door) -> Iterator[str]:
         thread.join(WAIT)
 
 
-def test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers(
-    tmp_path, monkeypatch, caplog
-):
+def test_evaluation_has_version_range_of_all_servers(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     one, other, _idle = doors = [Door() for _ in range(3)]
     one.evaluations.note("evaluation-a", (4, 6))
@@ -376,14 +368,12 @@ def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
         return environment_token(), asked_with[0]
 
 
-def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(
-    tiny_model, tmp_path
-):
+def test_server_token_exists_before_any_request(tiny_model, tmp_path):
     served, asked_with = tokens_of_a_run(tiny_model, tmp_path)
     assert len(served) > 20 and asked_with == served
 
 
-def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(tiny_model, tmp_path):
+def test_result_is_logged_at_step_of_its_weights(tiny_model, tmp_path):
     made = Scripted(VALUES, patience=3)
     trainer = trainer_of(tiny_model, tmp_path, made)
     trainer.train()
@@ -400,7 +390,7 @@ def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(ti
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
+def test_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
     """Experts are saved under other names than the model has."""
     model = tiny_model
     if experts:
@@ -440,7 +430,7 @@ def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
     assert any(not torch.equal(now[name], value) for name, value in last.items())
 
 
-def test_a_checkpoint_waits_for_the_evaluations_of_earlier_steps(tiny_model, tmp_path):
+def test_checkpoint_waits_for_earlier_evaluations(tiny_model, tmp_path):
     """A run that resumes there has other weights than theirs."""
     made = Scripted(VALUES, patience=10**9)
     trainer = trainer_of(
@@ -461,7 +451,7 @@ def test_a_checkpoint_waits_for_the_evaluations_of_earlier_steps(tiny_model, tmp
     assert [e["step"] for e in checkpoint["log_history"] if "eval_task_pass@1" in e] == [0, 2]
 
 
-def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
+def test_evaluation_needs_evaluator_and_training(tiny_model, tmp_path):
     with pytest.raises(
         ValueError, match=r"`eval_strategy` is set: list `evaluations` in the recipe"
     ):
@@ -504,7 +494,7 @@ def test_every_of_an_evaluation_wins_over_eval_steps(tiny_model, tmp_path):
     assert recipe.training.eval_steps == 4
 
 
-def test_transformers_asks_as_often_as_any_evaluation_is_due(tiny_model, tmp_path):
+def test_eval_steps_fit_every_evaluation_interval(tiny_model, tmp_path):
     entries = [
         {**ENTRY, "name": "a", "every": 6},
         {**ENTRY, "name": "b", "every": 4},

@@ -142,7 +142,7 @@ ODD_METRICS = {
 
 
 @pytest.mark.parametrize("odd", ODD_ANSWERS)
-def test_odd_answer_is_an_evaluation_that_failed_named_with_its_log(odd, tmp_path, caplog):
+def test_odd_answer_fails_evaluation_named_with_log(odd, tmp_path, caplog):
     made = evaluator(tmp_path)
     assert evaluated(made, 4, {"groups.jsonl": ODD_ANSWERS[odd]}) == []
     (told,) = [record.getMessage() for record in caplog.records]
@@ -157,7 +157,7 @@ def test_odd_answer_is_an_evaluation_that_failed_named_with_its_log(odd, tmp_pat
 
 
 @pytest.mark.parametrize("odd", ODD_METRICS)
-def test_odd_metrics_of_an_environments_own_evaluation_are_one_that_failed(odd, tmp_path, caplog):
+def test_odd_metrics_of_own_evaluation_fail_it(odd, tmp_path, caplog):
     made = evaluator(tmp_path, asks=False)
     assert evaluated(made, 4, {"metrics.json": ODD_METRICS[odd]}) == []
     (told,) = [record.getMessage() for record in caplog.records]
@@ -183,7 +183,7 @@ def vanished(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [refused_result, unreadable_answers])
-def test_disk_that_refuses_is_an_evaluation_that_failed(harm, tmp_path, caplog):
+def test_refusing_disk_fails_evaluation(harm, tmp_path, caplog):
     made = evaluator(tmp_path)
     made.begin(4, first=False, last=False)
     place = made._processes["task"].folder
@@ -194,7 +194,7 @@ def test_disk_that_refuses_is_an_evaluation_that_failed(harm, tmp_path, caplog):
     assert evaluated(made, 5, {"groups.jsonl": GOOD})[0].step == 5
 
 
-def test_folder_that_vanished_is_an_evaluation_that_failed(tmp_path, caplog):
+def test_vanished_folder_fails_evaluation(tmp_path, caplog):
     made = evaluator(tmp_path)
     shutil.rmtree(tmp_path / "task/next")
     made.begin(4, first=False, last=False)
@@ -202,7 +202,7 @@ def test_folder_that_vanished_is_an_evaluation_that_failed(tmp_path, caplog):
     assert evaluated(made, 5, {"groups.jsonl": GOOD})[0].step == 5
 
 
-def test_evaluation_that_cannot_be_prepared_is_a_warning(tmp_path, caplog):
+def test_failed_preparation_of_evaluation_is_warning(tmp_path, caplog):
     made = evaluator(tmp_path)
     made.begin(4, first=False, last=False)
     shutil.rmtree(tmp_path / "task")
@@ -226,7 +226,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_result_counts_as_not_made_and_is_named(damage, tmp_path, caplog):
+def test_damaged_result_is_named_and_made_again(damage, tmp_path, caplog):
     (found,) = evaluated(evaluator(tmp_path / "evaluations"), 4, {"groups.jsonl": GOOD})
     folder = tmp_path / "evaluations/task/step-000004"
     whole = (folder / "result.json").read_bytes()
@@ -250,7 +250,7 @@ def test_folders_of_others_are_left_alone(tmp_path):
     assert left == {"step-000002-backup", "step-x", "step-000003.zip", "next"}
 
 
-def test_partial_scores_are_known_as_such_from_then_on(tmp_path):
+def test_partial_scores_are_known_from_then_on(tmp_path):
     made = evaluator(tmp_path, step=0)
     partial = lines({"item": 0, "groups": [group(scores=[0.3, 0.2])]})
     found = [
@@ -348,7 +348,7 @@ def in_memory(caplog) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_no_content_of_an_evaluation_ends_a_run_and_every_count_balances(in_memory):
+def test_evaluation_survives_any_content_and_balances(in_memory):
     made = evaluator(in_memory)
     outcomes = {"read": 0, "failed": 0}
 
@@ -442,9 +442,7 @@ def told(caplog) -> list[str]:
     ]
 
 
-def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
-    tmp_path, caplog, monkeypatch
-):
+def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
     assert evaluations.MESSAGE_EVERY == 60.0
     monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 1.0)
@@ -470,7 +468,7 @@ def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
     assert 1 <= int(found[0][1]) < int(found[1][1])
 
 
-def test_evaluation_that_does_not_get_ready_is_told(tmp_path, caplog, monkeypatch):
+def test_unready_evaluation_is_told(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
     monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 0.6)
     monkeypatch.delenv("COLUMNS", raising=False)  # by which lines are cut

@@ -118,7 +118,7 @@ def guard_pid(tmp_path: Path) -> int:
     return int(file.read_text())
 
 
-def test_a_service_and_its_stubborn_grandchildren_end_when_the_parent_is_killed(launch, tmp_path):
+def test_service_and_grandchildren_end_with_parent(launch, tmp_path):
     parent = launch(STUBBORN_FAMILY)
     pids = service_says(tmp_path)
     guard = guard_pid(tmp_path)
@@ -129,9 +129,7 @@ def test_a_service_and_its_stubborn_grandchildren_end_when_the_parent_is_killed(
     )
 
 
-def test_shared_memory_and_semaphores_of_a_service_are_removed_when_the_parent_is_killed(
-    launch, tmp_path, their_shared_memory
-):
+def test_shared_memory_of_service_goes_with_parent(launch, tmp_path, their_shared_memory):
     parent = launch(SHARING, their_shared_memory.name)
     paths = service_says(tmp_path)
     assert all(map(os.path.exists, paths))
@@ -139,7 +137,7 @@ def test_shared_memory_and_semaphores_of_a_service_are_removed_when_the_parent_i
     until(lambda: not any(map(os.path.exists, paths)), "the files in /dev/shm are gone")
 
 
-def test_shared_memory_of_somebody_else_is_left_alone(launch, tmp_path, their_shared_memory):
+def test_foreign_shared_memory_is_left_alone(launch, tmp_path, their_shared_memory):
     parent = launch(SHARING, their_shared_memory.name)
     service_says(tmp_path)
     guard = guard_pid(tmp_path)
@@ -149,7 +147,7 @@ def test_shared_memory_of_somebody_else_is_left_alone(launch, tmp_path, their_sh
     assert os.path.exists(f"/dev/shm/{their_shared_memory.name}")
 
 
-def test_a_file_that_another_living_process_has_mapped_is_not_removed():
+def test_file_mapped_by_living_process_stays():
     noted = SharedFiles()
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
@@ -165,15 +163,15 @@ def test_a_file_that_another_living_process_has_mapped_is_not_removed():
             memory.unlink()
 
 
-def test_the_exit_code_of_the_service_is_passed_on(launch):
+def test_exit_code_of_service_is_passed_on(launch):
     assert launch("import sys; sys.exit(7)").wait(GONE_WITHIN) == 7
 
 
-def test_a_signal_that_ended_the_service_becomes_128_plus_its_number(launch):
+def test_fatal_signal_becomes_128_plus_its_number(launch):
     assert launch("import os; os.kill(os.getpid(), 9)").wait(GONE_WITHIN) == 128 + 9
 
 
-def test_a_command_that_does_not_exist_gives_127_and_a_message(tmp_path):
+def test_missing_command_gives_127_and_message(tmp_path):
     command = [
         sys.executable,
         str(GUARD),
@@ -191,7 +189,7 @@ def test_a_command_that_does_not_exist_gives_127_and_a_message(tmp_path):
     assert "cannot start no-such-program: No such file or directory" in done.stderr
 
 
-def test_a_guard_whose_parent_is_already_gone_starts_nothing(tmp_path):
+def test_orphaned_guard_starts_nothing(tmp_path):
     command = [
         sys.executable,
         str(GUARD),
@@ -210,7 +208,7 @@ def test_a_guard_whose_parent_is_already_gone_starts_nothing(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_children_that_outlive_their_service_are_ended(launch, tmp_path):
+def test_children_outliving_service_are_ended(launch, tmp_path):
     parent = launch(STUBBORN_FAMILY)
     service, *children = service_says(tmp_path)
     os.kill(service, signal.SIGKILL)
@@ -218,14 +216,14 @@ def test_children_that_outlive_their_service_are_ended(launch, tmp_path):
     assert not any(map(alive, children))
 
 
-def test_a_service_ends_when_its_guard_is_killed(launch, tmp_path):
+def test_service_ends_with_killed_guard(launch, tmp_path):
     launch("import os, time; open('service.json', 'w').write(f'[{os.getpid()}]'); time.sleep(600)")
     [service] = service_says(tmp_path)
     os.kill(guard_pid(tmp_path), signal.SIGKILL)
     until(lambda: not alive(service), "the service is gone")
 
 
-def test_signals_ignored_or_blocked_by_the_parent_are_not_so_in_the_service(launch, tmp_path):
+def test_service_has_no_ignored_or_blocked_signals(launch, tmp_path):
     ignoring = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     blocking = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
     report = (
@@ -238,7 +236,7 @@ def test_signals_ignored_or_blocked_by_the_parent_are_not_so_in_the_service(laun
     assert service_says(tmp_path) == [True, 0]
 
 
-def test_a_waiting_guard_takes_next_to_no_processor_time(launch, tmp_path):
+def test_waiting_guard_takes_hardly_any_cpu_time(launch, tmp_path):
     launch("import os, time; open('service.json', 'w').write(f'[{os.getpid()}]'); time.sleep(600)")
     service_says(tmp_path)
     stat = Path(f"/proc/{guard_pid(tmp_path)}/stat")

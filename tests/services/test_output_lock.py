@@ -51,14 +51,14 @@ def of_another_machine(folder: Path, age: float) -> Path:
     return path
 
 
-def test_a_folder_that_a_living_process_holds_is_refused_and_the_process_named(holder, tmp_path):
+def test_held_folder_is_refused_naming_process(holder, tmp_path):
     told = rf"another run is using: process {holder.pid} on .*, since .* Set `output_dir` to another folder"
     with pytest.raises(AtroposTrainingError, match=told), locked(tmp_path / "run"):
         pass
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
-def test_lock_that_is_a_symbolic_link_is_refused_and_its_target_stays_as_it_was(tmp_path, there):
+def test_symlinked_lock_is_refused_and_target_kept(tmp_path, there):
     target = tmp_path / "somebody's"
     if there:
         target.write_text("a file of somebody else, longer than a lock")
@@ -73,7 +73,7 @@ def test_lock_that_is_a_symbolic_link_is_refused_and_its_target_stays_as_it_was(
     assert not there or target.read_text() == "a file of somebody else, longer than a lock"
 
 
-def test_lock_that_is_no_file_is_refused_with_the_reason(tmp_path):
+def test_non_file_lock_is_refused_with_reason(tmp_path):
     (tmp_path / "run" / NAME).mkdir(parents=True)
     told = "cannot be locked for this run: Is a directory"
     with pytest.raises(AtroposTrainingError, match=told), locked(tmp_path / "run"):
@@ -81,7 +81,7 @@ def test_lock_that_is_no_file_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["file", ".file.tmp"])
-def test_files_of_a_run_are_written_through_no_symbolic_link(tmp_path, name):
+def test_run_files_are_written_through_no_symlink(tmp_path, name):
     target = tmp_path / "somebody's"
     target.write_text("kept")
     (tmp_path / name).symlink_to(target)
@@ -90,9 +90,7 @@ def test_files_of_a_run_are_written_through_no_symbolic_link(tmp_path, name):
     assert (tmp_path / "file").read_text() == "ours" and not (tmp_path / "file").is_symlink()
 
 
-def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it(
-    holder, tiny_model, tmp_path, monkeypatch
-):
+def test_held_folder_is_refused_before_any_change(holder, tiny_model, tmp_path, monkeypatch):
     from tests.rollout_factory import make_trainer, uniform_batch
     from trl_atropos import train
     from trl_atropos.recipe import parse
@@ -112,7 +110,7 @@ def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it
     assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(holder, tmp_path):
+def test_lock_of_killed_process_is_taken_over(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     before = time.monotonic()
@@ -122,7 +120,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(holder, tmp_path):
     assert json.loads((tmp_path / "run" / NAME).read_text()) == {}
 
 
-def test_one_process_may_lock_a_folder_again_while_it_holds_it(tmp_path):
+def test_lock_is_reentrant_in_one_process(tmp_path):
     with locked(tmp_path):
         with locked(tmp_path):
             pass
@@ -130,7 +128,7 @@ def test_one_process_may_lock_a_folder_again_while_it_holds_it(tmp_path):
     assert not output_lock._held
 
 
-def test_the_lock_of_a_machine_that_went_on_writing_is_refused(tmp_path, caplog):
+def test_lock_of_writing_machine_is_refused(tmp_path, caplog):
     path = of_another_machine(tmp_path, 1.0)
     threading.Timer(0.6, os.utime, [path]).start()
     with (
@@ -142,14 +140,14 @@ def test_the_lock_of_a_machine_that_went_on_writing_is_refused(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("age", [3600, 59.3])
-def test_the_lock_of_a_machine_that_writes_no_more_is_taken_over(tmp_path, caplog, age):
+def test_lock_of_silent_machine_is_taken_over(tmp_path, caplog, age):
     of_another_machine(tmp_path, age)
     with locked(tmp_path):
         pass
     assert "which is dead: it wrote nothing for" in caplog.text
 
 
-def test_without_locks_of_the_file_system_the_beat_tells_of_this_machine_too(tmp_path, monkeypatch):
+def test_heartbeat_replaces_missing_file_locks(tmp_path, monkeypatch):
     def refused(*_) -> None:
         raise OSError(output_lock.errno.ENOLCK, "No locks available")
 

@@ -72,7 +72,7 @@ def kill_and_see_again(services: Services, name: str, seconds: float = SOON) -> 
     return time.monotonic() - began
 
 
-def test_a_service_that_ends_is_started_again_with_a_warning_and_counted(services, caplog):
+def test_ended_service_is_restarted_and_counted(services, caplog):
     deaths = []
     pid = start(services, "environment-one", FOREVER, restarts=3)
     services.watch(deaths.append)
@@ -87,7 +87,7 @@ def test_a_service_that_ends_is_started_again_with_a_warning_and_counted(service
     )
 
 
-def test_the_waits_before_restarts_double(services):
+def test_waits_before_restarts_double(services):
     start(services, "environment-one", FOREVER, restarts=3)
     services.watch(lambda error: None)
     waited = []
@@ -100,7 +100,7 @@ def test_the_waits_before_restarts_double(services):
     assert all(wait >= least for wait, least in zip(waited, told, strict=True))
 
 
-def test_one_end_more_than_is_allowed_ends_the_run_with_the_number_of_restarts(services):
+def test_death_after_last_allowed_restart_ends_run(services):
     deaths, seen = [], threading.Event()
     start(services, "environment-one", FOREVER, restarts=1)
     services.watch(lambda error: (deaths.append(error), seen.set()))
@@ -114,7 +114,7 @@ def test_one_end_more_than_is_allowed_ends_the_run_with_the_number_of_restarts(s
     )
 
 
-def test_a_service_that_dies_again_at_once_ends_the_run_with_the_end_of_its_log(services, tmp_path):
+def test_service_dying_at_restart_ends_run_with_log(services, tmp_path):
     """Like an environment whose data has gone: it starts well once, and never again."""
     once = "import os, sys, time\nprint('up', flush=True)\n"
     once += (
@@ -130,7 +130,7 @@ def test_a_service_that_dies_again_at_once_ends_the_run_with_the_end_of_its_log(
     assert "no data found" in str(deaths[0])
 
 
-def test_a_service_that_fails_at_its_start_is_not_started_again(services):
+def test_service_failing_at_start_is_not_restarted(services):
     services.start(
         "environment-one",
         [sys.executable, "-c", "import sys; sys.exit('no module found')"],
@@ -141,7 +141,7 @@ def test_a_service_that_fails_at_its_start_is_not_started_again(services):
         services.check()
 
 
-def test_a_stop_during_the_wait_before_a_restart_is_quick_and_starts_nothing(services):
+def test_stop_during_restart_wait_starts_nothing(services):
     start(services, "environment-one", FOREVER, restarts=3)
     services.watch(lambda error: None)
     guard = services._services["environment-one"].guard.pid
@@ -156,7 +156,7 @@ def test_a_stop_during_the_wait_before_a_restart_is_quick_and_starts_nothing(ser
     assert log.read_text().count("\nup\n") == 2
 
 
-def test_nothing_of_the_life_before_is_left_when_a_service_is_started_again(services):
+def test_restarted_service_has_no_old_processes(services):
     parent = (
         "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; "
         "time.sleep(600)'])\n"
@@ -176,7 +176,7 @@ def test_nothing_of_the_life_before_is_left_when_a_service_is_started_again(serv
     assert not set(before) & set(after)
 
 
-def test_a_trainer_that_is_killed_during_the_wait_leaves_no_guard_behind(tmp_path):
+def test_trainer_killed_during_wait_leaves_no_guard(tmp_path):
     trainer = (
         "import os, sys, time\nfrom trl_atropos.services.manager import Services\nservices = "
         "Services('logs')\nservice = [sys.executable, '-c', 'import time; print(\"up\", "
@@ -247,7 +247,7 @@ def loop(services, tiny_model):
 
 
 @pytest.mark.slow
-def test_an_environment_that_is_killed_comes_back_and_the_api_forgets_the_dead_one(loop):
+def test_killed_environment_is_replaced_at_api(loop):
     loop.join()
     loop.start_environment("one", "--minimum", "0.5")
     loop.pull(3)
@@ -259,7 +259,7 @@ def test_an_environment_that_is_killed_comes_back_and_the_api_forgets_the_dead_o
 
 
 @pytest.mark.slow
-def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_its_number(loop):
+def test_dead_environment_of_two_is_known_by_its_log(loop):
     loop.start_environment("one")  # both wait for the trainer, which makes them log what they do
     loop.start_environment("two", "--minimum", "0.5")
     for name in ("one", "two"):
@@ -289,7 +289,7 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
 
 
 @pytest.mark.slow
-def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_with_it(loop):
+def test_killed_api_comes_back_with_environments(loop):
     loop.join()
     loop.start_environment("one")
     loop.pull(3)
@@ -302,9 +302,7 @@ def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_wit
 
 
 @pytest.mark.slow
-def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(
-    loop, tmp_path, caplog
-):
+def test_diagnosis_and_metrics_name_own_environments(loop, tmp_path, caplog):
     run = RunInfo(
         batch_size=4,
         max_sequence_length=64,
@@ -362,7 +360,7 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
 @pytest.mark.full  # whose parts are above, and in `rollouts/test_source_faults.py`
 @pytest.mark.slow
 @pytest.mark.server
-def test_a_run_survives_the_death_of_its_api_which_takes_the_environment_with_it(tmp_path):
+def test_run_survives_death_of_api_and_environment(tmp_path):
     model = make_model(tmp_path / "model")
     flags = (
         "--max_steps",

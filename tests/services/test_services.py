@@ -105,9 +105,7 @@ time.sleep(600)
 """
 
 
-def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(
-    services, monkeypatch, caplog
-):
+def test_slow_service_is_told_with_its_last_action(services, monkeypatch, caplog):
     monkeypatch.setattr(manager, "MESSAGE_EVERY", 0.6)
     monkeypatch.setenv("COLUMNS", "80")
     caplog.set_level("INFO", "trl_atropos")
@@ -126,7 +124,7 @@ def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(
     )
 
 
-def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(services, free_url):
+def test_service_dying_at_start_is_told_with_log(services, free_url):
     services.start("inference server", FAILING, health_url=f"{free_url}/health")
     began = time.monotonic()
     with pytest.raises(
@@ -136,9 +134,7 @@ def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(servic
     assert time.monotonic() - began < GONE_WITHIN
 
 
-def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_reason_is(
-    services, free_url
-):
+def test_vllm_traceback_shows_innermost_frames_only(services, free_url):
     services.start("vllm", [sys.executable, "-c", VLLM_TRACEBACK], health_url=f"{free_url}/health")
     said = r"needs it: RuntimeError: CUDA error: out of memory\. Fix "
     said += r"(.|\n)*module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"
@@ -147,9 +143,7 @@ def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_rea
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_of_a_killed_service_the_signal_is_named_and_memory_only_where_the_kernel_says_so(
-    services, killed, monkeypatch, tmp_path
-):
+def test_killed_service_is_told_with_signal_and_oom(services, killed, monkeypatch, tmp_path):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 70\noom_kill 3\n")
     monkeypatch.setattr("trl_atropos.services.manager.VMSTAT", vmstat)
@@ -167,11 +161,11 @@ def test_of_a_killed_service_the_signal_is_named_and_memory_only_where_the_kerne
     ) == bool(killed)
 
 
-def test_the_kernels_own_count_can_be_read():
+def test_kernel_kill_count_can_be_read():
     assert f"oom_kill {killed_for_memory()}\n" in VMSTAT.read_text()
 
 
-def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(services, free_url):
+def test_silent_service_is_told_with_url_and_log(services, free_url):
     services.start("api", FOREVER, health_url=f"{free_url}/health")
     running(services, "api")
     with pytest.raises(
@@ -181,12 +175,12 @@ def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(ser
         services.wait_healthy("api", timeout=1)
 
 
-def test_a_service_without_health_url_only_has_to_live(services):
+def test_service_without_health_url_need_only_live(services):
     services.start("environment", FOREVER)
     services.wait_healthy("environment", timeout=1)
 
 
-def test_check_raises_once_a_service_has_died(services):
+def test_check_raises_after_death_of_service(services):
     services.start("environment", FOREVER)
     pid = running(services, "environment")
     services.check()
@@ -196,7 +190,7 @@ def test_check_raises_once_a_service_has_died(services):
         services.check()
 
 
-def test_watch_reports_a_death_once(services):
+def test_watch_reports_death_once(services):
     deaths, seen = [], threading.Event()
     services.start("api", FOREVER)
     services.start("environment", FOREVER)
@@ -209,7 +203,7 @@ def test_watch_reports_a_death_once(services):
     assert "environment" in str(deaths[0])
 
 
-def test_watch_does_not_report_services_that_were_stopped(services):
+def test_watch_ignores_stopped_services(services):
     deaths = []
     services.start("api", FOREVER)
     services.watch(deaths.append)
@@ -241,14 +235,14 @@ def test_stop_is_quick_and_may_be_repeated(services):
     assert time.monotonic() - began < GONE_WITHIN
 
 
-def test_stop_does_not_raise_for_a_service_that_is_already_dead(services):
+def test_stop_does_not_raise_for_dead_service(services):
     services.start("api", FAILING)
     services._services["api"].guard.wait(GONE_WITHIN)
     services.stop()
     services.check()
 
 
-def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services, monkeypatch):
+def test_service_ignoring_sigterm_is_killed(services, monkeypatch):
     monkeypatch.setattr(manager, "GRACE", 1.0)
     stubborn = (
         "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
@@ -261,7 +255,7 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services, monk
     assert members(guard) == []
 
 
-def test_what_a_killed_guard_leaves_behind_is_ended(services, monkeypatch):
+def test_leftovers_of_killed_guard_are_ended(services, monkeypatch):
     monkeypatch.setattr(manager, "GRACE", 1.0)
     parent = (
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); "
@@ -285,7 +279,7 @@ def test_what_a_killed_guard_leaves_behind_is_ended(services, monkeypatch):
     assert members(guard) == []
 
 
-def test_services_may_only_be_started_from_the_main_thread(services):
+def test_services_start_only_in_main_thread(services):
     failures = []
 
     def start() -> None:
@@ -300,7 +294,7 @@ def test_services_may_only_be_started_from_the_main_thread(services):
     assert failures == ["services are started from the main thread"]
 
 
-def test_a_service_gets_its_own_variables_and_none_of_the_launchers(services, monkeypatch):
+def test_service_gets_own_but_no_launcher_variables(services, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GROUP_SIZE", "8")
@@ -316,7 +310,7 @@ def test_a_service_gets_its_own_variables_and_none_of_the_launchers(services, mo
     assert log == "{'RANK': None, 'GROUP_SIZE': '8', 'MINE': '1'}\nFalse"
 
 
-def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
+def test_atropos_api_becomes_healthy_and_stops(services, free_url):
     port = port_of(free_url)
     command = [
         sys.executable,
@@ -349,7 +343,7 @@ def start_trainer(script: str, folder: Path) -> subprocess.Popen:
     )
 
 
-def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
+def test_services_are_gone_after_trainer_is_killed(tmp_path):
     trainer = (
         "import sys, time\nfrom trl_atropos.services.manager import Services\nservices = "
         "Services('logs')\nfor name in 'ab':\n    services.start(name, [sys.executable, '-c', "
@@ -373,7 +367,7 @@ def _draw_ports(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_with_one_seed_draw_ports_of_their_own(method):
+def test_processes_of_one_seed_draw_own_ports(method):
     mine = _draw_ports(5)
     with get_context(method).Pool(2) as pool:
         theirs = pool.map(_draw_ports, [5, 5], chunksize=1)
@@ -384,7 +378,7 @@ def test_processes_with_one_seed_draw_ports_of_their_own(method):
     assert len(set(drawn)) >= len(drawn) - 5
 
 
-def test_a_port_in_use_is_named_with_the_way_out():
+def test_port_in_use_is_named_with_fix():
     fix = "Stop what runs there, or use it with `start_atropos: false`."
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -396,22 +390,22 @@ def test_a_port_in_use_is_named_with_the_way_out():
     )
 
 
-def test_a_port_of_another_machine_is_refused():
+def test_port_of_other_machine_is_refused():
     with pytest.raises(ServiceError, match=r"cannot be listened on"):
         require_free_port("http://192.0.2.1:8000", "the Atropos API", "set `start_atropos: false`")
 
 
-def test_a_url_without_a_port_is_refused():
+def test_url_without_port_is_refused():
     with pytest.raises(ServiceError, match="names no port"):
         port_of("http://127.0.0.1")
 
 
-def test_tail_gives_the_last_lines_of_a_file(tmp_path):
+def test_tail_gives_last_lines_of_file(tmp_path):
     (tmp_path / "log").write_text("".join(f"line {n}\n" for n in range(100_000)))
     assert tail(tmp_path / "log", 2) == "line 99998\nline 99999"
 
 
-def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypatch):
+def test_health_check_bypasses_proxy(services, free_url, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     assert urllib.request.getproxies()["http"] == "http://192.0.2.1:1"
@@ -432,9 +426,7 @@ def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypa
         (60, pytest.raises(ServiceError, match=r"`TMPDIR`.* 60 bytes; at most 59 .* such as /tmp")),
     ],
 )
-def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(
-    length, refused, monkeypatch
-):
+def test_folder_too_long_for_socket_name_is_refused(length, refused, monkeypatch):
     # pytest's own folders are too long for the first
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         folder = Path(short, "x" * (length - len(short) - 1))
@@ -447,7 +439,7 @@ def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(
             listener.bind(f"{tempfile.mkdtemp(prefix=SCRATCH)}/{uuid.uuid4()}")
 
 
-def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatch):
+def test_scarce_shared_memory_is_named_with_fix(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
     require_shared_memory(1)
     with pytest.raises(
@@ -457,9 +449,7 @@ def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("killed", [None, "service", "guard"])
-def test_what_a_service_leaves_in_its_temporary_folder_is_removed_however_it_ends(
-    services, killed, tmp_path, monkeypatch
-):
+def test_scratch_of_service_is_removed_at_any_end(services, killed, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, tempfile, time; tempfile.mkstemp(); print(os.getpid(), flush=True); "
@@ -502,7 +492,7 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
         ("touch $CUDA_MPS_PIPE_DIRECTORY/control; exec sleep 600", "CUDA does not begin under it"),
     ],
 )
-def test_a_run_goes_on_where_mps_cannot_be_had(tmp_path, daemon, says):
+def test_run_goes_on_without_mps(tmp_path, daemon, says):
     path = tmp_path / "bin/nvidia-cuda-mps-control"
     path.parent.mkdir()
     # and no others: a machine with a GPU has the real one beside them
@@ -524,7 +514,7 @@ def test_mps_is_not_started_for_several_processes(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs NVIDIA's driver")
-def test_a_process_that_has_started_mps_is_served_by_it_until_it_ends(tmp_path):
+def test_started_mps_serves_process_until_its_end(tmp_path):
     code = """import subprocess, torch
 torch.ones(1, device="cuda")
 asked = subprocess.run("nvidia-cuda-mps-control", input="get_server_list", capture_output=True, text=True)
@@ -538,7 +528,7 @@ print(os.environ["CUDA_MPS_PIPE_DIRECTORY"], *asked.stdout.split())"""
         time.sleep(0.1)
 
 
-def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
+def test_recipe_settings_are_known_before_parsing(tmp_path, monkeypatch):
     recipe, overlay = tmp_path / "recipe.yaml", tmp_path / "overlay.yaml"
     recipe.write_text("mps: false\nenv: {TRL_ATROPOS_TESTED: 1}\noutput_dir: runs/a\n")
     overlay.write_text("mps: true\n")
@@ -562,7 +552,7 @@ print({{"numpy", "torch", "huggingface_hub"}} & set(sys.modules))"""
     )
 
 
-def test_an_api_is_reset_before_the_environments_of_the_run_register_there(services, tmp_path):
+def test_api_is_reset_before_environments_register(services, tmp_path):
     """Otherwise they would register, and end when the trainer resets it."""
     api = Api(free_port())
     api.start()
@@ -586,6 +576,6 @@ def test_an_api_is_reset_before_the_environments_of_the_run_register_there(servi
         api.stop()
 
 
-def test_mps_that_cannot_keep_its_log_is_done_without():
+def test_mps_without_writable_log_is_skipped():
     with pytest.warns(UserWarning, match="goes on without NVIDIA's MPS .*nowhere"):
         start_mps("/proc/nowhere/logs")

@@ -63,7 +63,7 @@ def outcome(program: str, cwd: Path, **options) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_raises_in_the_main_thread_and_sets_the_exit_code(tmp_path, signum, code):
+def test_signal_raises_and_sets_exit_code(tmp_path, signum, code):
     program = f"""
 install_handlers()
 try:
@@ -76,7 +76,7 @@ except Interrupted as error:
     assert outcome(program, tmp_path) == (code, [f"clean-up after {signal.Signals(signum).name}"])
 
 
-def test_sigint_is_handled_even_where_it_was_ignored_at_start(tmp_path):
+def test_sigint_ignored_at_start_is_handled(tmp_path):
     process = start(
         "install_handlers()\nsay('ready')\ntime.sleep(60)",
         tmp_path,
@@ -88,7 +88,7 @@ def test_sigint_is_handled_even_where_it_was_ignored_at_start(tmp_path):
     assert process.returncode == 130
 
 
-def test_further_signals_do_not_disturb_the_clean_up(tmp_path):
+def test_further_signals_do_not_disturb_clean_up(tmp_path):
     program = """
 install_handlers()
 try:
@@ -101,7 +101,7 @@ finally:
     assert outcome(program, tmp_path) == (130, ["clean"])
 
 
-def test_a_signal_inside_a_deferred_block_is_raised_when_the_block_ends(tmp_path):
+def test_signal_in_deferred_block_waits_for_its_end(tmp_path):
     program = """
 install_handlers()
 with deferred():
@@ -113,7 +113,7 @@ say("not reached")
     assert outcome(program, tmp_path) == (130, ["the step is whole"])
 
 
-def test_the_echo_of_a_signal_does_not_break_a_deferred_block(tmp_path):
+def test_echo_of_signal_spares_deferred_block(tmp_path):
     program = """
 install_handlers()
 with deferred():
@@ -124,7 +124,7 @@ with deferred():
     assert outcome(program, tmp_path) == (130, ["the step is whole"])
 
 
-def test_a_later_second_signal_breaks_out_of_a_deferred_block_that_hangs(tmp_path):
+def test_second_signal_breaks_hung_deferred_block(tmp_path):
     program = """
 from trl_atropos.services import signals
 signals.ECHO_SECONDS = 0.1
@@ -138,7 +138,7 @@ with deferred():
     assert outcome(program, tmp_path) == (143, [])
 
 
-def test_after_a_deferred_block_signals_raise_at_once_again(tmp_path):
+def test_signals_raise_at_once_after_deferred_block(tmp_path):
     program = """
 install_handlers()
 with deferred():
@@ -149,7 +149,7 @@ say("not reached")
     assert outcome(program, tmp_path) == (130, ["quiet"])
 
 
-def test_ctrl_c_waits_for_the_end_of_a_deferred_block_in_a_program_without_our_handlers(tmp_path):
+def test_ctrl_c_without_handlers_waits_for_block(tmp_path):
     program = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background has it ignored
 try:
@@ -167,7 +167,7 @@ except KeyboardInterrupt:
     assert outcome(program, tmp_path) == (0, ["done", "interrupted", "at once again"])
 
 
-def test_a_second_ctrl_c_breaks_out_of_a_deferred_block_in_a_program_without_our_handlers(tmp_path):
+def test_second_ctrl_c_without_handlers_breaks_block(tmp_path):
     program = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background has it ignored
 try:
@@ -181,7 +181,7 @@ except KeyboardInterrupt:
     assert outcome(program, tmp_path) == (0, ["interrupted"])
 
 
-def test_deferred_does_nothing_outside_the_main_thread(tmp_path):
+def test_deferred_does_nothing_outside_main_thread(tmp_path):
     program = """
 install_handlers()
 def work():
@@ -204,7 +204,7 @@ except Interrupted:
     )
 
 
-def test_another_thread_can_raise_its_exception_in_a_blocked_main_thread(tmp_path):
+def test_thread_exception_reaches_blocked_main_thread(tmp_path):
     program = """
 install_handlers()
 threading.Timer(0.3, interrupt_main_with, [RuntimeError("the server died")]).start()
@@ -217,7 +217,7 @@ except RuntimeError as error:
     assert outcome(program, tmp_path) == (0, ["caught: the server died"])
 
 
-def test_an_exception_of_another_thread_waits_for_the_end_of_a_deferred_block(tmp_path):
+def test_thread_exception_waits_for_deferred_block(tmp_path):
     program = """
 install_handlers()
 try:
@@ -267,7 +267,7 @@ LAUNCHERS = pytest.mark.parametrize(
 
 
 @LAUNCHERS
-def test_the_trainer_cleans_up_when_its_launcher_is_killed(tmp_path, launcher):
+def test_trainer_cleans_up_after_killed_launcher(tmp_path, launcher):
     process = start(PATIENT, tmp_path, command=[*launcher, "program.py"])
     assert process.stdout.readline().strip().isdigit()
     process.kill()
@@ -277,7 +277,7 @@ def test_the_trainer_cleans_up_when_its_launcher_is_killed(tmp_path, launcher):
 
 
 @LAUNCHERS
-def test_a_terminals_ctrl_c_breaks_neither_the_step_nor_the_clean_up(tmp_path, launcher):
+def test_terminal_ctrl_c_spares_step_and_clean_up(tmp_path, launcher):
     process = start(STEPPING, tmp_path, command=[*launcher, "program.py"], start_new_session=True)
     assert process.stdout.readline().strip().isdigit()
     os.killpg(process.pid, signal.SIGINT)
@@ -297,7 +297,7 @@ def test_a_terminals_ctrl_c_breaks_neither_the_step_nor_the_clean_up(tmp_path, l
         "python3 /lib/python3/site-packages/torch/distributed/launch.py train.py",
     ],
 )
-def test_launchers_are_recognised_by_their_command_line(command):
+def test_launchers_are_known_by_command_line(command):
     assert _runs_launcher(command.split())
 
 
@@ -314,7 +314,7 @@ def test_other_parents_are_no_launchers(command):
     assert not _runs_launcher(command.split(" "))
 
 
-def test_a_trainer_without_a_launcher_outlives_its_parent(tmp_path):
+def test_trainer_without_launcher_outlives_parent(tmp_path):
     shell = start(PATIENT, tmp_path, command=["sh", "-c", f"{sys.executable} program.py & wait"])
     trainer = int(shell.stdout.readline())
     shell.kill()

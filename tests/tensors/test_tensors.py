@@ -26,7 +26,7 @@ from trl_atropos.weights.full_weights import FullWeights
 from trl_atropos.weights.transfer import open_channel, send_messages
 
 
-def test_an_arena_is_opened_as_the_same_memory():
+def test_opened_arena_is_same_memory():
     arena = allocate_arena(512)
     opened = open_storage(export_storage(arena.untyped_storage()))
     arena[7] = 42
@@ -34,7 +34,7 @@ def test_an_arena_is_opened_as_the_same_memory():
 
 
 @pytest.mark.parametrize(("name", "size"), [("trl_atropos", 100), ("another", 512)])
-def test_memory_of_another_size_or_of_somebody_else_is_refused(name, size):
+def test_memory_of_other_size_or_owner_is_refused(name, size):
     handle = export_storage(allocate_arena(512).untyped_storage())
     descriptor = os.memfd_create(name) if name == "another" else handle["descriptor"]
     try:
@@ -58,7 +58,7 @@ def test_unknown_transport_is_refused():
         open_channel("rdma", SimpleNamespace(), cpu, 16)
 
 
-def test_a_message_that_does_not_fit_into_the_shared_buffer_is_refused():
+def test_message_beyond_shared_buffer_is_refused():
     channel = MemoryChannel(torch.zeros(8, dtype=torch.uint8))
     assert channel.staging(8).numel() == 8
     with pytest.raises(ChannelError, match="9 bytes do not fit into the shared buffer of 8"):
@@ -75,7 +75,7 @@ class Connecting(GlooChannel):
         return work
 
 
-def test_a_broadcast_may_wait_for_those_that_it_goes_to(monkeypatch):
+def test_broadcast_may_wait_for_receivers(monkeypatch):
     monkeypatch.setattr(channel, "GlooChannel", Connecting)
     cpu, ends, got = torch.device("cpu"), [], []
     own = open_group(
@@ -94,7 +94,7 @@ def test_a_broadcast_may_wait_for_those_that_it_goes_to(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [600, 10_000])  # bytes of a message
-def test_tensors_of_any_size_are_unpacked_as_they_were_packed(room):
+def test_tensors_of_any_size_unpack_as_packed(room):
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.float64]
     sent = {f"{n}": torch.arange(n * 7 + 3).to(dtype) for n, dtype in enumerate(dtypes)}
     transfer = FullWeights(None, "memory")
@@ -111,7 +111,7 @@ def test_tensors_of_any_size_are_unpacked_as_they_were_packed(room):
     )
 
 
-def test_example_of_a_message_is_true():
+def test_message_example_is_true():
     tensors = [
         ParameterSpec(name="a", shape=[3], dtype="bfloat16"),
         ParameterSpec(name="b", shape=[8], dtype="float32"),
@@ -119,7 +119,7 @@ def test_example_of_a_message_is_true():
     assert message_layout(tensors) == ([0, 16], 48)
 
 
-def test_examples_of_rectangles_are_true():
+def test_rectangle_examples_are_true():
     shape = (2, 2, 4)
     place = torch.empty(shape, device="meta")[:, 0, 1:3]
     (rectangle,) = rectangles(torch.zeros(2, 2).bfloat16(), Part.of(place), shape)
@@ -134,7 +134,7 @@ def test_examples_of_rectangles_are_true():
     assert (beginning.row, beginning.column, *beginning.values.shape) == (2, 0, 1, 3)
 
 
-def test_a_view_with_swapped_strides_is_saved_as_a_contiguous_copy():
+def test_transposed_view_is_saved_contiguously():
     model = torch.nn.Linear(3, 5, bias=False)
     memory = torch.arange(15.0).view(3, 5)
     replace(model, {"weight": memory.t()})

@@ -33,7 +33,7 @@ def trl_advantages(rewards: torch.Tensor, num_generations: int, scale_rewards: s
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("num_generations", [2, 3, 8, 16, 37])
-def test_advantages_of_uniform_groups_are_trls_bit_for_bit(num_generations, scale_rewards):
+def test_advantages_of_uniform_groups_equal_trl(num_generations, scale_rewards):
     generator = torch.Generator().manual_seed(num_generations)
     scores = torch.randn(64, num_generations, generator=generator, dtype=torch.float64)
     batch = [row for group in scores.tolist() for row in rows(make_group(*group))]
@@ -41,35 +41,35 @@ def test_advantages_of_uniform_groups_are_trls_bit_for_bit(num_generations, scal
     assert torch.equal(torch.from_numpy(scalar_advantages(batch, scale_rewards)), expected)
 
 
-def test_groups_of_different_sizes_are_each_normalised_by_their_own_statistics():
+def test_groups_of_any_size_use_own_statistics():
     small, large = rows(make_group(0, 1)), rows(make_group(5, 6, 9, 2))
     apart = np.concatenate([scalar_advantages(small, "group"), scalar_advantages(large, "group")])
     assert np.array_equal(scalar_advantages(small + large, "group"), apart)
 
 
-def test_zero_advantage_overrides_the_score():
+def test_zero_advantage_overrides_score():
     group = make_group(0, 1, overrides=[{}, {"set_advantage_to_zero": True}])
     first, second = scalar_advantages(rows(group), "group").tolist()
     assert first < 0 and second == 0.0
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_a_raw_group_of_one_gets_its_score_whatever_the_scaling(scale_rewards):
+def test_raw_group_of_one_gets_unscaled_score(scale_rewards):
     batch = rows(make_group(3), "raw") + rows(make_group(0, 1))
     assert scalar_advantages(batch, scale_rewards)[0] == 3.0
 
 
-def test_a_zeroed_group_of_one_gets_nothing():
+def test_zeroed_group_of_one_gets_nothing():
     assert scalar_advantages(rows(make_group(3), "zero"), "batch").tolist() == [0.0]
 
 
-def test_without_token_advantages_a_rank_gets_one_value_per_row():
+def test_row_advantages_give_rank_one_value_per_row():
     batch = rows(make_group(0, 1, 2, 3))
     expected = torch.from_numpy(scalar_advantages(batch, "group")[2:])
     assert torch.equal(advantage_tensor(batch, slice(2, 4), "group", 5), expected)
 
 
-def test_token_advantages_on_one_rank_give_every_rank_the_token_form():
+def test_token_advantages_on_one_rank_shape_all_ranks():
     with_tokens = rows(make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5], [0.0, 0.0, 1.5, 2.5]]))
     batch = with_tokens + rows(make_group(0, 1))
     plain = scalar_advantages(batch, "none")
@@ -96,7 +96,7 @@ def test_zero_advantage_overrides_token_advantages():
     ]
 
 
-def test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens():
+def test_logged_advantage_is_mean_of_trained_tokens():
     """The last but one is context between two turns, which nothing is learned from."""
     tokens = [[7, 8, 10, 11, 12], [7, 8, 10, 11]]
     masks = [[-100, -100, 10, -100, 12], [-100, -100, 10, 11]]
@@ -112,5 +112,5 @@ def test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens():
     assert logged_advantages(rows(make_group(0, 1)), "none") == [-0.5, 0.5]
 
 
-def test_share_zero_variance_counts_rows_of_groups_whose_scores_are_alike():
+def test_share_zero_variance_counts_rows_not_groups():
     assert share_zero_variance(rows(make_group(1, 1)) + rows(make_group(0, 1, 2, 3, 4, 5))) == 0.25

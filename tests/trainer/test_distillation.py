@@ -95,13 +95,13 @@ def compare(model: Path, folder: Path, groups: list[Group], **settings: Any) -> 
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "vespo"])
-def test_the_term_and_its_gradient_are_the_formula(tiny_model, tmp_path, loss_type):
+def test_term_and_gradient_equal_formula(tiny_model, tmp_path, loss_type):
     compare(tiny_model, tmp_path, batch(tiny_model), loss_type=loss_type)
 
 
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", ["GPT-2", "OPT", "Ministral"])
-def test_term_has_the_positions_of_each_rollout_alone(tmp_path, name, padding_free):
+def test_term_has_positions_of_each_rollout_alone(tmp_path, name, padding_free):
     """Learned ones (GPT-2), learned ones that begin at 2 (OPT), and a window (Ministral)."""
     folder = tmp_path / "model"
     make_model(FAMILIES[name], folder)
@@ -111,7 +111,7 @@ def test_term_has_the_positions_of_each_rollout_alone(tmp_path, name, padding_fr
 
 
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
-def test_every_pass_of_a_run_has_positions_that_begin_with_each_rollout(tmp_path, padding_free):
+def test_every_pass_restarts_positions_per_rollout(tmp_path, padding_free):
     """The passes that train, those that score for later steps, of the reference model, and of the
     teacher's term."""
     folder = tmp_path / "model"
@@ -147,11 +147,11 @@ def test_every_pass_of_a_run_has_positions_that_begin_with_each_rollout(tmp_path
     assert passes["policy"] > 8 and passes["reference"] > 0
 
 
-def test_the_term_is_at_temperature_1_whatever_the_sampling_temperature(tiny_model, tmp_path):
+def test_term_is_always_at_temperature_1(tiny_model, tmp_path):
     compare(tiny_model, tmp_path, batch(tiny_model), temperature=0.6)
 
 
-def test_the_term_of_accumulated_micro_batches_is_that_of_the_whole(tiny_model, tmp_path):
+def test_accumulated_term_equals_whole_batch_term(tiny_model, tmp_path):
     accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     _, log = step(tiny_model, tmp_path / "plain", batch(tiny_model), **accumulated)
     gradient, summed = step(
@@ -165,7 +165,7 @@ def test_the_term_of_accumulated_micro_batches_is_that_of_the_whole(tiny_model, 
     assert abs(summed["loss"] - log["loss"]) > 0.1
 
 
-def test_the_gradient_is_that_of_finite_differences():
+def test_gradient_matches_finite_differences():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 20, requires_grad=True)
     ids = torch.stack([torch.randperm(20)[:4] for _ in range(6)]).view(2, 3, 4)
@@ -182,7 +182,7 @@ def test_the_gradient_is_that_of_finite_differences():
     assert logits.grad[0, 1].count_nonzero() == 3  # only the teacher's tokens
 
 
-def test_a_student_that_agrees_with_the_teacher_on_its_top_k_is_not_moved():
+def test_student_agreeing_on_top_k_is_not_moved():
     logits = torch.randn(1, 4, 20, requires_grad=True)
     values, ids = logits.detach().log_softmax(-1).topk(6)
     divergences = top_k_divergence(logits, ids, values)
@@ -190,7 +190,7 @@ def test_a_student_that_agrees_with_the_teacher_on_its_top_k_is_not_moved():
     assert divergences.abs().max() < 1e-6 and logits.grad.abs().max() < 1e-6
 
 
-def test_a_position_without_a_teacher_has_no_divergence_and_no_gradient():
+def test_position_without_teacher_adds_nothing():
     logits = torch.randn(1, 2, 20, requires_grad=True)
     divergences = top_k_divergence(logits, torch.full((1, 2, 3), -1), torch.full((1, 2, 3), -1e9))
     divergences.sum().backward()
@@ -209,7 +209,7 @@ def forwards(model: Path, folder: Path, groups: list[Group], coef: float) -> int
     return len(calls)
 
 
-def test_only_a_coefficient_and_a_teacher_cost_a_forward(tiny_model, tmp_path):
+def test_extra_forward_needs_coefficient_and_teacher(tiny_model, tmp_path):
     untaught = [make_group(tiny_model, 4, i) for i in range(4)]
     usual = forwards(tiny_model, tmp_path / "plain", untaught, 0.0)
     assert forwards(tiny_model, tmp_path / "off", batch(tiny_model), 0.0) == usual
@@ -217,14 +217,14 @@ def test_only_a_coefficient_and_a_teacher_cost_a_forward(tiny_model, tmp_path):
     assert forwards(tiny_model, tmp_path / "on", batch(tiny_model), COEF) == usual + 1
 
 
-def test_rows_without_advantage_still_follow_their_teacher(tiny_model, tmp_path):
+def test_rows_without_advantage_follow_teacher(tiny_model, tmp_path):
     groups = [
         taught(make_group(tiny_model, 8, 5, overrides=[{"set_advantage_to_zero": True}] * 8), 1)
     ] * 2
     compare(tiny_model, tmp_path, groups)
 
 
-def test_steps_bring_the_policy_to_its_teacher(tiny_model, tmp_path):
+def test_steps_bring_policy_to_teacher(tiny_model, tmp_path):
     groups = [taught(make_group(tiny_model, 8, 5, scores=[0.5] * 8), 1)] * 2
     trainer = make_trainer(
         tiny_model,

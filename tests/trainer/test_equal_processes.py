@@ -143,9 +143,7 @@ def compare(
                 ), (name, step)
 
 
-def test_one_process_takes_the_same_steps_in_every_layout(
-    tiny_model, recording, expected, tmp_path
-):
+def test_one_process_takes_same_steps_in_all_layouts(tiny_model, recording, expected, tmp_path):
     told = {
         name: steps(str(tiny_model), tmp_path, recording, 1, **settings_of(name)) for name in RUNS
     }
@@ -153,7 +151,7 @@ def test_one_process_takes_the_same_steps_in_every_layout(
 
 
 @pytest.mark.parametrize(("kind", "processes"), CASES)
-def test_several_processes_take_the_steps_of_one(
+def test_several_processes_take_steps_of_one(
     kind, processes, tiny_model, recording, expected, tmp_path
 ):
     (tmp_path / "rollouts.jsonl").write_bytes(Path(recording).read_bytes())

@@ -243,7 +243,7 @@ def logged(trainer: GRPOTrainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_loss_type_takes_the_same_steps(tiny_model, tmp_path, loss_type):
+def test_every_loss_type_takes_same_steps(tiny_model, tmp_path, loss_type):
     """With rollouts that are used again, so that ratios and clipping have something to show."""
     log = compare(
         tiny_model,
@@ -258,14 +258,14 @@ def test_every_loss_type_takes_the_same_steps(tiny_model, tmp_path, loss_type):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_takes_the_same_steps(tiny_model, tmp_path, setting):
+def test_every_setting_takes_same_steps(tiny_model, tmp_path, setting):
     compare(tiny_model, tmp_path, **SETTINGS[setting])
 
 
 @pytest.mark.parametrize("lowest", [None, 0.9])
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 @pytest.mark.parametrize("rhythm", RHYTHMS)
-def test_every_correction_takes_the_same_steps(tiny_model, tmp_path, rhythm, mode, lowest):
+def test_every_correction_takes_same_steps(tiny_model, tmp_path, rhythm, mode, lowest):
     bounds = {"vllm_importance_sampling_clip_min": lowest, "vllm_importance_sampling_clip_max": 1.1}
     log = compare(
         tiny_model,
@@ -304,16 +304,14 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", BESIDE)
-def test_a_correction_without_scoring_goes_with(tiny_model, tmp_path, setting):
+def test_correction_without_scoring_suits_setting(tiny_model, tmp_path, setting):
     settings = {"vllm_importance_sampling_mode": "token_truncate", "gradient_accumulation_steps": 2}
     compare(tiny_model, tmp_path, corrected=True, **settings, **BESIDE[setting])
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_pass_that_trains_finds_what_one_before_would_have_found(
-    tiny_model, tmp_path, layout, mode
-):
+def test_training_pass_equals_separate_scoring_pass(tiny_model, tmp_path, layout, mode):
     """And no micro-batch goes through the model twice."""
     batches = [uniform_batch(tiny_model, GROUP_SIZE, 8, seed, logprobs="some") for seed in range(2)]
     recording, runs = record(tmp_path / "rollouts.jsonl", *batches), []
@@ -360,13 +358,13 @@ class Passes(TrainerCallback):
         model.register_forward_pre_hook(lambda *_: self.train.append(torch.is_grad_enabled()))
 
 
-def test_scaling_by_the_batch_takes_the_same_steps(tiny_model, tmp_path):
+def test_batch_scaling_takes_same_steps(tiny_model, tmp_path):
     """Only there TRL's `frac_reward_zero_std` tells of the batch, and ours still of the groups."""
     compare(tiny_model, tmp_path, alike_groups=False, scale_rewards="batch")
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_adapter_takes_the_same_steps(tiny_model, tmp_path, beta):
+def test_adapter_takes_same_steps(tiny_model, tmp_path, beta):
     compare(tiny_model, tmp_path, lora=LORA, beta=beta, num_iterations=2)
 
 
@@ -379,7 +377,7 @@ def test_another_seed_takes_other_steps(tiny_model, tmp_path):
     assert [entry["loss"] for entry in first] != [entry["loss"] for entry in second]
 
 
-def test_the_rollouts_have_what_the_settings_act_on(tiny_model):
+def test_rollouts_have_masks_and_unknown_logprobs(tiny_model):
     group = make_group(tiny_model, GROUP_SIZE, 0, turns=2, logprobs="some")
     columns = trl_rollouts([group])
     assert any(0 in mask for mask in columns["env_mask"])

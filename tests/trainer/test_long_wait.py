@@ -103,7 +103,7 @@ def train(api: Api, model: Path, folder: Path, source: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_twice_the_process_groups_timeout_trips_nothing(
+def test_wait_beyond_process_group_timeout_is_harmless(
     restartable_api,  # noqa: F811
     tiny_model,
     tmp_path,
@@ -120,6 +120,6 @@ def test_a_wait_twice_the_process_groups_timeout_trips_nothing(
 
 
 @pytest.mark.full
-def test_a_source_that_blocked_rank_0_would_trip_it(restartable_api, tiny_model, tmp_path):  # noqa: F811
+def test_blocking_source_trips_process_group_timeout(restartable_api, tiny_model, tmp_path):  # noqa: F811
     with pytest.raises(AssertionError, match=r"(?i)time.?out|timed out|connection"):
         train(restartable_api, tiny_model, tmp_path, "BlockingSource")

@@ -25,7 +25,7 @@ def with_messages(group: Group, name: str) -> Group:
     return group | {"messages": [conversation(f"{name}{i}") for i in range(len(group["tokens"]))]}
 
 
-def test_messages_are_in_the_table_beside_their_rollout(tiny_model, tmp_path):
+def test_messages_are_beside_their_rollout_in_table(tiny_model, tmp_path):
     groups = [with_messages(make_group(tiny_model, 4, 1), "a"), make_group(tiny_model, 4, 2)]
     make_trainer(tiny_model, tmp_path, groups, log_completions=True).train()
     table = tables(tmp_path)[0]
@@ -36,7 +36,7 @@ def test_messages_are_in_the_table_beside_their_rollout(tiny_model, tmp_path):
     assert table["atropos_score"][:4].tolist() == pytest.approx(groups[0]["scores"])
 
 
-def test_a_batch_without_messages_does_not_show_those_of_the_batch_before(tiny_model, tmp_path):
+def test_batch_without_messages_shows_no_older_ones(tiny_model, tmp_path):
     named = [with_messages(make_group(tiny_model, 8, 1), "a")]
     batches = [[make_group(tiny_model, 8, 2)], named, [make_group(tiny_model, 8, 3)]]
     make_trainer(tiny_model, tmp_path, *batches, max_steps=3, log_completions=True).train()
@@ -46,6 +46,6 @@ def test_a_batch_without_messages_does_not_show_those_of_the_batch_before(tiny_m
     assert third["messages"].isna().all()
 
 
-def test_without_messages_the_table_has_no_such_column(tiny_model, tmp_path):
+def test_table_without_messages_has_no_column(tiny_model, tmp_path):
     make_trainer(tiny_model, tmp_path, [make_group(tiny_model, 8, 1)], log_completions=True).train()
     assert "messages" not in tables(tmp_path)[0]

@@ -260,9 +260,7 @@ def compare(
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(("loss_type", "mode"), covering(ALLOWED, 3))
-def test_every_loss_with_every_correction_is_the_formula(
-    tiny_model, tmp_path, loss_type, mode, steps
-):
+def test_losses_with_corrections_equal_formula(tiny_model, tmp_path, loss_type, mode, steps):
     compare(tiny_model, tmp_path, mixed_batch(tiny_model), mode, steps, loss_type=loss_type)
 
 
@@ -271,16 +269,14 @@ def test_every_loss_with_every_correction_is_the_formula(
 @pytest.mark.parametrize(
     ("loss_type", "batch"), covering(list(itertools.product(["grpo", "dapo", "vespo"], BATCHES)), 2)
 )
-def test_every_kind_of_loss_on_every_kind_of_batch_is_the_formula(
-    tiny_model, tmp_path, loss_type, batch
-):
+def test_losses_on_kinds_of_batches_equal_formula(tiny_model, tmp_path, loss_type, batch):
     compare(tiny_model, tmp_path, BATCHES[batch](tiny_model), "token_truncate", loss_type=loss_type)
 
 
 @pytest.mark.parametrize(
     ("loss_type", "unbiased"), covering(list(itertools.product(LOSS_TYPES, [True, False])), 2)
 )
-def test_the_kl_term_is_the_formula(tiny_model, tmp_path, loss_type, unbiased):
+def test_kl_term_equals_formula(tiny_model, tmp_path, loss_type, unbiased):
     settings = {"loss_type": loss_type, "beta": 0.3, "use_bias_correction_kl": unbiased}
     compare(tiny_model, tmp_path, mixed_batch(tiny_model), "token_truncate", **settings)
 
@@ -289,7 +285,7 @@ def test_the_kl_term_is_the_formula(tiny_model, tmp_path, loss_type, unbiased):
     ("loss_type", "mode"),
     [*(("grpo", mode) for mode in MODES), ("luspo", "token_truncate"), ("sapo", "sequence_mask")],
 )
-def test_sequence_level_ratios_are_the_formula(tiny_model, tmp_path, loss_type, mode):
+def test_sequence_level_ratios_equal_formula(tiny_model, tmp_path, loss_type, mode):
     settings = {
         "loss_type": loss_type,
         "importance_sampling_level": "sequence",
@@ -299,24 +295,22 @@ def test_sequence_level_ratios_are_the_formula(tiny_model, tmp_path, loss_type, 
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_the_scaling_of_rewards_is_the_formula(tiny_model, tmp_path, scale_rewards):
+def test_reward_scaling_equals_formula(tiny_model, tmp_path, scale_rewards):
     groups = [make_group(tiny_model, size, 90 + i) for i, size in enumerate((8, 4, 4))]
     compare(tiny_model, tmp_path, groups, "token_truncate", scale_rewards=scale_rewards)
 
 
-def test_two_sided_clipping_is_the_formula(tiny_model, tmp_path):
+def test_two_sided_clipping_equals_formula(tiny_model, tmp_path):
     settings = {"loss_type": "grpo", "delta": 1.25, "epsilon": 0.1, "epsilon_high": 0.15}
     compare(tiny_model, tmp_path, mixed_batch(tiny_model), "sequence_truncate", **settings)
 
 
-def test_log_probabilities_are_at_the_sampling_temperature(tiny_model, tmp_path):
+def test_logprobs_are_at_sampling_temperature(tiny_model, tmp_path):
     compare(tiny_model, tmp_path, mixed_batch(tiny_model), "token_truncate", temperature=0.6)
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
-def test_accumulation_over_micro_batches_is_the_formula_over_the_whole(
-    tiny_model, tmp_path, loss_type
-):
+def test_accumulation_equals_whole_batch_formula(tiny_model, tmp_path, loss_type):
     """Not so for bnpo, which divides by the tokens of each micro-batch."""
     accumulated = {
         "per_device_train_batch_size": ROWS // 4,
@@ -337,7 +331,7 @@ def test_accumulation_over_micro_batches_is_the_formula_over_the_whole(
 # ------------------------------------------------------------- the comparison can tell things apart
 
 
-def test_the_mixed_batch_gives_every_part_of_the_formula_work(tiny_model):
+def test_mixed_batch_exercises_whole_formula(tiny_model):
     policy = copy.deepcopy(load_policy(tiny_model)).double()
     config = AtroposGRPOConfig(
         output_dir="unused", max_steps=1, use_cpu=True, per_device_train_batch_size=ROWS, **BAND
@@ -355,7 +349,7 @@ def test_the_mixed_batch_gives_every_part_of_the_formula_work(tiny_model):
     assert any(s.advantage.unique().numel() > 1 for s in sequences)
 
 
-def test_the_second_step_clips_on_both_sides(tiny_model, tmp_path):
+def test_second_step_clips_on_both_sides(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model,
         tmp_path,

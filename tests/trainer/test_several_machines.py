@@ -75,11 +75,11 @@ def told(tiny_model, tmp_path_factory) -> list[dict]:
     return [json.loads((folder / f"told{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_a_run_resumes_from_the_last_checkpoint_that_all_machines_have(told):
+def test_run_resumes_from_last_common_checkpoint(told):
     assert [one["resumed"] for one in told] == ["checkpoint-4", "checkpoint-4"]
 
 
-def test_a_checkpoint_that_one_machine_lacks_ends_all_with_what_to_do(told):
+def test_checkpoint_missing_on_one_machine_ends_all(told):
     for one in told:
         assert "there is no checkpoint in" in one["refused"]
         assert (
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_one_machine_lacks_ends_all_with_what_to_do(told):
         )
 
 
-def test_a_silent_process_is_given_up_after_ddp_timeout_with_a_message(told):
+def test_silent_process_is_left_after_ddp_timeout(told):
     assert told[0]["lost"].startswith(
         "Another process of this trainer, on this machine or on another one, has ended"
     )

@@ -80,16 +80,14 @@ def supervised(model: Path) -> list[Group]:
 
 
 @pytest.mark.parametrize("loss_type", MEANS)
-def test_a_batch_of_supervised_rows_has_the_gradient_of_cross_entropy(
-    tiny_model, tmp_path, loss_type
-):
+def test_supervised_batch_has_cross_entropy_gradient(tiny_model, tmp_path, loss_type):
     groups = supervised(tiny_model)
     gradient = gradient_of_training(tiny_model, tmp_path, groups, loss_type=loss_type)
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, loss_type))
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask", "sequence_truncate", "off"])
-def test_no_correction_for_the_sampler_touches_supervised_rows(tiny_model, tmp_path, mode):
+def test_supervised_rows_escape_sampler_correction(tiny_model, tmp_path, mode):
     groups = supervised(tiny_model)
     settings = {"vllm_importance_sampling_mode": mode} if mode != "off" else {}
     gradient = gradient_of_training(
@@ -98,13 +96,13 @@ def test_no_correction_for_the_sampler_touches_supervised_rows(tiny_model, tmp_p
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, "dapo"))
 
 
-def test_the_likelihood_is_at_the_temperature_of_the_run(tiny_model, tmp_path):
+def test_likelihood_is_at_temperature_of_run(tiny_model, tmp_path):
     groups = supervised(tiny_model)
     gradient = gradient_of_training(tiny_model, tmp_path, groups, temperature=0.6)
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, "dapo", temperature=0.6))
 
 
-def test_single_rows_of_a_group_may_be_supervised(tiny_model, tmp_path):
+def test_single_rows_of_group_may_be_supervised(tiny_model, tmp_path):
     """The others of the group are left without an advantage, so that the step is that of the
     supervised ones."""
     group = make_group(tiny_model, 4, 7)
@@ -116,19 +114,19 @@ def test_single_rows_of_a_group_may_be_supervised(tiny_model, tmp_path):
     assert_same(2 * gradient, gradient_of_cross_entropy(tiny_model, [only], "dr_grpo"))
 
 
-def test_a_group_of_one_supervised_row_needs_no_setting(tiny_model, tmp_path):
+def test_supervised_group_of_one_needs_no_setting(tiny_model, tmp_path):
     groups = [make_group(tiny_model, 1, 50 + i, **SFT) for i in range(4)]
     gradient = gradient_of_training(tiny_model, tmp_path, groups)
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, "dapo"))
 
 
-def test_advantages_that_a_supervised_row_brings_are_not_used(tiny_model, tmp_path):
+def test_advantages_of_supervised_row_are_ignored(tiny_model, tmp_path):
     groups = [make_group(tiny_model, 8, 60, token_advantages=True, **SFT)]
     gradient = gradient_of_training(tiny_model, tmp_path, groups)
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, "dapo"))
 
 
-def test_a_supervised_row_that_asks_for_no_advantage_is_not_trained_on(tiny_model, tmp_path):
+def test_zeroed_supervised_row_is_not_trained(tiny_model, tmp_path):
     groups = [
         make_group(tiny_model, 8, 1, group_overrides={"sft": True, "set_advantage_to_zero": True})
     ]
@@ -138,7 +136,7 @@ def test_a_supervised_row_that_asks_for_no_advantage_is_not_trained_on(tiny_mode
 
 
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo"])
-def test_supervised_and_other_rows_of_a_batch_add_up(tiny_model, tmp_path, loss_type):
+def test_supervised_and_other_rows_add_up(tiny_model, tmp_path, loss_type):
     """Both losses are means over rows, so that the gradient of a batch is the mean of its
     halves'."""
     halves = [[make_group(tiny_model, 4, 70, turns=2, **SFT)], [make_group(tiny_model, 4, 71)]]

@@ -57,7 +57,7 @@ def tables(folder: Path) -> list[pandas.DataFrame]:
 # ------------------------------------------------------------------------------------------- groups
 
 
-def test_groups_of_any_sizes_fill_a_batch_together(tiny_model, tmp_path):
+def test_groups_of_any_sizes_fill_batch(tiny_model, tmp_path):
     sizes = (2, 3, 5, 6)
     groups = [make_group(tiny_model, size, size) for size in sizes]
     trainer = make_trainer(
@@ -68,7 +68,7 @@ def test_groups_of_any_sizes_fill_a_batch_together(tiny_model, tmp_path):
     assert tables(tmp_path)[0]["advantage"].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_group_split_between_two_batches_keeps_its_own_statistics(tiny_model, tmp_path):
+def test_group_split_over_batches_keeps_statistics(tiny_model, tmp_path):
     groups = [make_group(tiny_model, size, size) for size in (4, 8, 4)]
     trainer = make_trainer(tiny_model, tmp_path, groups, max_steps=2, log_completions=True)
     trainer.train()
@@ -78,7 +78,7 @@ def test_a_group_split_between_two_batches_keeps_its_own_statistics(tiny_model, 
     assert second == pytest.approx(expected[8:], abs=1e-4)
 
 
-def test_a_group_of_one_is_trained_on_its_raw_score_when_asked_to(tiny_model, tmp_path):
+def test_group_of_one_trains_on_raw_score_on_request(tiny_model, tmp_path):
     groups = [
         make_group(tiny_model, size, size, scores=[0.5 + i for i in range(size)]) for size in (1, 7)
     ]
@@ -89,7 +89,7 @@ def test_a_group_of_one_is_trained_on_its_raw_score_when_asked_to(tiny_model, tm
     assert tables(tmp_path)[0]["advantage"].tolist()[0] == 0.5
 
 
-def test_rows_that_ask_for_no_advantage_add_nothing_to_the_loss(tiny_model, tmp_path):
+def test_rows_with_zeroed_advantage_add_no_loss(tiny_model, tmp_path):
     groups = [make_group(tiny_model, 8, 1, overrides=[{"set_advantage_to_zero": True}] * 8)]
     trainer = make_trainer(tiny_model, tmp_path, groups)
     trainer.train()
@@ -99,7 +99,7 @@ def test_rows_that_ask_for_no_advantage_add_nothing_to_the_loss(tiny_model, tmp_
 # ------------------------------------------------------------------------------------------ metrics
 
 
-def test_rewards_and_lengths_in_the_metrics_are_those_of_the_rollouts(tiny_model, tmp_path):
+def test_metrics_have_rollout_rewards_and_lengths(tiny_model, tmp_path):
     groups = mixed_batch(tiny_model)
     trainer = make_trainer(tiny_model, tmp_path, groups, per_device_train_batch_size=16)
     trainer.train()
@@ -120,16 +120,14 @@ def test_rewards_and_lengths_in_the_metrics_are_those_of_the_rollouts(tiny_model
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_frac_reward_zero_std_is_the_share_of_rows_in_groups_without_variance(
-    tiny_model, tmp_path, scale_rewards
-):
+def test_frac_reward_zero_std_counts_rows_not_groups(tiny_model, tmp_path, scale_rewards):
     groups = [make_group(tiny_model, 6, 1), make_group(tiny_model, 2, 2, scores=[0.5, 0.5])]
     trainer = make_trainer(tiny_model, tmp_path, groups, scale_rewards=scale_rewards)
     trainer.train()
     assert step_logs(trainer)[0]["frac_reward_zero_std"] == 2 / 8
 
 
-def test_a_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
+def test_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
     """Feedback after the last trained token, as of a tool whose answer the policy never got to
     use."""
     whole, cut = make_group(tiny_model, 4, 1), make_group(tiny_model, 4, 2)
@@ -143,7 +141,7 @@ def test_a_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
     assert step_logs(trainer)[0]["completions/clipped_ratio"] == 0.5
 
 
-def test_the_policy_version_in_the_metrics_counts_optimizer_steps(tiny_model, tmp_path):
+def test_policy_version_counts_optimizer_steps(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
     trainer = make_trainer(
         tiny_model, tmp_path, *batches, max_steps=3, gradient_accumulation_steps=2
@@ -153,7 +151,7 @@ def test_the_policy_version_in_the_metrics_counts_optimizer_steps(tiny_model, tm
     assert trainer.policy_publisher.policy_version == 3
 
 
-def test_the_completions_table_shows_the_rollouts_with_their_advantages(tiny_model, tmp_path):
+def test_table_has_completions_and_advantages(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
     trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=2, log_completions=True)
     trainer.train()
@@ -181,7 +179,7 @@ def test_the_completions_table_shows_the_rollouts_with_their_advantages(tiny_mod
 # ------------------------------------------------------------------------------------- what arrives
 
 
-def test_token_level_advantages_replace_what_the_scores_say(tiny_model, tmp_path):
+def test_token_advantages_replace_scores(tiny_model, tmp_path):
     """With the log-probabilities' gradient per token alike, doubling the advantages doubles the
     loss and its norm."""
     once = make_group(tiny_model, 8, 1, token_advantages=True)
@@ -199,7 +197,7 @@ def test_token_level_advantages_replace_what_the_scores_say(tiny_model, tmp_path
 
 
 @pytest.mark.parametrize("logprobs", ["absent", "none"])
-def test_a_row_without_log_probabilities_has_ratio_one(tiny_model, tmp_path, logprobs):
+def test_row_without_logprobs_has_ratio_one(tiny_model, tmp_path, logprobs):
     groups = [make_group(tiny_model, 8, 1, logprobs=logprobs)]
     corrected = make_trainer(tiny_model, tmp_path / "on", groups)
     corrected.train()
@@ -218,7 +216,7 @@ def test_a_row_without_log_probabilities_has_ratio_one(tiny_model, tmp_path, log
     assert log["grad_norm"] == pytest.approx(step_logs(uncorrected)[0]["grad_norm"])
 
 
-def test_known_log_probabilities_change_the_loss(tiny_model, tmp_path):
+def test_known_logprobs_change_loss(tiny_model, tmp_path):
     groups = [make_group(tiny_model, 8, 1)]
     losses = []
     for correction in (True, False):
@@ -249,7 +247,7 @@ class Witness(TrainerCallback):
         self.events.append("end")
 
 
-def test_callbacks_see_every_step_and_can_end_the_run(tiny_model, tmp_path):
+def test_callbacks_see_every_step_and_may_end_run(tiny_model, tmp_path):
     witness = Witness()
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
     trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=5, callbacks=[witness])
@@ -260,7 +258,7 @@ def test_callbacks_see_every_step_and_can_end_the_run(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_accumulation_steps": 2}, {"num_iterations": 2}], ids=str
 )
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path, settings):
+def test_resumed_run_equals_unbroken_one(tiny_model, tmp_path, settings):
     rows = 2 * settings.get("gradient_accumulation_steps", 1)
     batches = [uniform_batch(tiny_model, 4, rows, seed) for seed in range(4)]
     options = {
@@ -285,7 +283,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path, se
     )
 
 
-def test_a_resumed_run_has_the_state_of_the_optimizer(tiny_model, tmp_path):
+def test_resumed_run_has_optimizer_state(tiny_model, tmp_path):
     """The test above would not notice if Adam's memory were lost on both sides; here it is looked
     at."""
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
@@ -323,7 +321,7 @@ class Watched(ReplaySource):
     ],
     ids=["between two batches", "in the middle of a batch"],
 )
-def test_a_resumed_source_is_told_where_the_run_is_and_what_each_batch_is_trained_at(
+def test_resumed_source_is_told_step_and_versions(
     tiny_model, tmp_path, settings, consumed, unfinished, polled
 ):
     per_batch = settings.get("steps_per_generation", 1)
@@ -346,9 +344,7 @@ def test_a_resumed_source_is_told_where_the_run_is_and_what_each_batch_is_traine
 
 
 @pytest.mark.parametrize(("asked", "state"), [("true", {}), (None, None)])
-def test_a_run_that_finds_no_checkpoint_keeps_the_rollouts_only_if_it_was_to_resume(
-    tiny_model, tmp_path, asked, state
-):
+def test_missing_checkpoint_keeps_rollouts_on_resume(tiny_model, tmp_path, asked, state):
     source = Watched(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
     config = AtroposGRPOConfig(
         **arguments(tmp_path, replay_paths=["given"], max_steps=1, resume_from_checkpoint=asked)
@@ -357,9 +353,7 @@ def test_a_run_that_finds_no_checkpoint_keeps_the_rollouts_only_if_it_was_to_res
     assert source.run.state == state
 
 
-def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is_due(
-    tiny_model, tmp_path
-):
+def test_next_batch_begins_in_last_publish_before_due(tiny_model, tmp_path):
     class Pausing(NullPublisher):
         def begin(self, optimizer, policy_version):
             super().begin(optimizer, policy_version)
@@ -394,7 +388,7 @@ def test_training_twice_counts_every_step_once(tiny_model, tmp_path):
     assert trainer.policy_publisher.policy_version == 2
 
 
-def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tmp_path):
+def test_source_error_ends_run_and_closes_both_ends(tiny_model, tmp_path):
     class Closing(NullPublisher):
         closed = False
 
@@ -419,7 +413,7 @@ def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tm
     assert source.closed and publisher.closed
 
 
-def test_an_error_for_memory_names_the_settings_that_help(tiny_model, tmp_path, monkeypatch):
+def test_memory_error_names_helpful_settings(tiny_model, tmp_path, monkeypatch):
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), max_steps=1)
 
     def too_much(*args):
@@ -431,7 +425,7 @@ def test_an_error_for_memory_names_the_settings_that_help(tiny_model, tmp_path, 
     assert "max_tokens_per_micro_batch" in error.value.__notes__[0]
 
 
-def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model, tmp_path):
+def test_rollout_timeout_ends_run_with_diagnosis(tiny_model, tmp_path):
     class Silent(ReplaySource):
         def poll(self, num_rows, timeout):
             return None
@@ -451,7 +445,7 @@ def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model
         trainer.train()
 
 
-def test_time_in_which_queued_rollouts_are_pulled_is_not_taken_for_waiting(tiny_model, tmp_path):
+def test_pulling_queued_rollouts_is_not_waiting(tiny_model, tmp_path):
     class Backlog(ReplaySource):
         pulled = 0.0
 
@@ -474,7 +468,7 @@ def test_time_in_which_queued_rollouts_are_pulled_is_not_taken_for_waiting(tiny_
     assert trainer.state.global_step == 1
 
 
-def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):
+def test_saved_model_equals_trained_one(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0))
@@ -487,7 +481,7 @@ def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):
     assert not all(torch.equal(before[name], trained[name]) for name in saved)
 
 
-def test_the_model_card_names_the_run(tiny_model, tmp_path):
+def test_model_card_names_run(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run", beta=0.1
     )
@@ -504,7 +498,7 @@ def test_the_model_card_names_the_run(tiny_model, tmp_path):
 # -------------------------------------------------------------------------------------------- model
 
 
-def test_a_model_that_caps_its_attention_scores_is_trained_with_the_cap(tiny_model, tmp_path):
+def test_attention_softcap_is_used_in_training(tiny_model, tmp_path):
     """Which transformers' default attention leaves out, and vLLM does not."""
     family = FAMILIES["Gemma 2"]
     capped = dataclasses.replace(family, fields={**family.fields, "attn_logit_softcapping": 0.5})
@@ -532,14 +526,14 @@ def test_a_model_that_caps_its_attention_scores_is_trained_with_the_cap(tiny_mod
 # ----------------------------------------------------------------------------------------- refusals
 
 
-def test_a_load_balancing_loss_that_trl_cannot_compute_is_refused_with_the_fix(tmp_path):
+def test_unknown_balancing_loss_is_refused_with_fix(tmp_path):
     save_family(FAMILIES["GraniteMoE"], tmp_path / "granite")
     config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["unused"]))
     with pytest.raises(ValueError, match=r"granitemoe: set `router_aux_loss_coef: 0`"):
         AtroposGRPOTrainer(str(tmp_path / "granite"), args=config)
 
 
-def test_a_model_that_is_divided_among_gpus_is_refused_with_the_fix(tiny_model, tmp_path):
+def test_model_split_over_gpus_is_refused_with_fix(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     # as `device_map="auto"` leaves it where two GPUs are seen
     model.hf_device_map = {"model": 0, "lm_head": 1}
@@ -551,13 +545,13 @@ def test_a_model_that_is_divided_among_gpus_is_refused_with_the_fix(tiny_model, 
 
 
 @pytest.mark.parametrize("name", FIXES)
-def test_an_argument_that_has_no_meaning_here_is_refused_with_the_fix(tiny_model, tmp_path, name):
+def test_meaningless_argument_is_refused_with_fix(tiny_model, tmp_path, name):
     config = AtroposGRPOConfig(**arguments(tmp_path, replay_paths=["unused"]))
     with pytest.raises(ValueError, match=f"`{name}` was given, but .*{FIXES[name]}"):
         AtroposGRPOTrainer(str(tiny_model), args=config, **{name: [object()]})
 
 
-def test_the_configuration_of_trl_is_refused_with_the_fix(tiny_model, tmp_path):
+def test_trl_config_is_refused_with_fix(tiny_model, tmp_path):
     config = GRPOConfig(**arguments(tmp_path))
     with pytest.raises(
         ValueError, match=r"`args` is a GRPOConfig: pass `AtroposGRPOConfig\(output_dir=\.\.\."
@@ -572,7 +566,7 @@ def test_prediction_is_refused(tiny_model, tmp_path):
         trainer._generate_and_score_completions([{"prompt": ""}])
 
 
-def test_the_run_is_written_down_in_finite_numbers(tiny_model, tmp_path):
+def test_saved_log_history_is_finite(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16
     )
@@ -602,7 +596,7 @@ NOISY = {
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_a_model_computes_the_same_in_training_as_where_it_is_sampled_from(name):
+def test_model_computes_alike_in_train_and_eval(name):
     settings, named = NOISY[name]
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -616,9 +610,7 @@ def test_a_model_computes_the_same_in_training_as_where_it_is_sampled_from(name)
     assert torch.equal(model.train()(tokens, use_cache=False).logits, sampled)
 
 
-def test_an_attribute_with_the_name_of_noise_is_restored_if_it_changes_what_is_sampled(
-    tiny_model, tmp_path, caplog
-):
+def test_attribute_misnamed_as_noise_is_restored(tiny_model, tmp_path, caplog):
     """Here, the first layer scales its output by what is called dropout."""
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
@@ -652,7 +644,7 @@ def test_noise_of_another_name_is_reported(tiny_model, tmp_path, caplog):
     assert "It has noise that is not called dropout or jitter" in caplog.text
 
 
-def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path, caplog):
+def test_dropout_of_adapter_is_turned_off_and_told(tiny_model, tmp_path, caplog):
     adapter = LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear")
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
@@ -665,7 +657,7 @@ def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path
     )
 
 
-def test_a_class_that_names_its_backbone_wrongly_takes_a_step(tiny_model, tmp_path):
+def test_class_with_misnamed_backbone_takes_step(tiny_model, tmp_path):
     """Llama 4's; TRL would take the whole model for its backbone, which has no hidden states to
     score from."""
     folder = tmp_path / "llama4"

@@ -67,11 +67,11 @@ def theirs(tiny_model, tmp_path) -> GRPOTrainer:
     return plain_trainer(tiny_model, tmp_path)
 
 
-def test_the_installed_trl_is_the_one_this_is_written_for():
+def test_installed_trl_has_expected_version():
     assert re.fullmatch(r"1\.16\.\d+", version("trl"))
 
 
-def test_a_rank_imports_no_vllm_and_can_do_so_later():
+def test_rank_imports_no_vllm_but_may_later():
     program = """
 import importlib.util, os, sys
 from trl_atropos.train import without_vllm
@@ -163,7 +163,7 @@ def is_set_in(cls: type, attribute: str) -> bool:
 @pytest.mark.parametrize(
     ("place", "name"), [(place, name) for place, names in OF_WEIGHTS.items() for name in names]
 )
-def test_the_rooms_of_weights_find_what_they_touch(place, name):
+def test_private_name_used_by_weights_exists(place, name):
     module, _, owner = place.partition(":")
     found = importlib.import_module(module)
     for part in filter(None, owner.split(".")):
@@ -176,7 +176,7 @@ def test_the_rooms_of_weights_find_what_they_touch(place, name):
         )
 
 
-def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
+def test_generate_and_score_takes_inputs_alone():
     assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
     assert "generation_batch = self._generate_and_score_completions(generation_batch)" in SOURCE
 
@@ -190,7 +190,7 @@ OVERRIDDEN = [
 ]  # fmt: skip
 
 
-def test_every_overridden_method_is_in_the_list_and_the_module_says_how_many():
+def test_overridden_methods_are_listed_and_counted():
     methods = [
         name for name, value in vars(AtroposGRPOTrainer).items() if inspect.isfunction(value)
     ]
@@ -201,7 +201,7 @@ def test_every_overridden_method_is_in_the_list_and_the_module_says_how_many():
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_what_is_overridden_takes_what_trl_gives(name):
+def test_override_takes_arguments_of_trl(name):
     theirs, ours = (parameters(getattr(cls, name)) for cls in (GRPOTrainer, AtroposGRPOTrainer))
     named = [parameter for parameter in ours if parameter not in ("args", "kwargs")]
     assert named == (theirs if named == ours else theirs[: len(named)])
@@ -233,20 +233,20 @@ SET = {
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names]
 )
-def test_a_name_without_a_promise_is_still_there(owner, name):
+def test_private_name_still_exists(owner, name):
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more"
 
 
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in SET.items() for name in names]
 )
-def test_an_attribute_without_a_promise_is_still_set(owner, name):
+def test_private_attribute_is_still_set(owner, name):
     assert f"self.{name} = " in inspect.getsource(owner), (
         f"{owner.__name__} sets no {name} any more"
     )
 
 
-def test_models_of_every_kind_are_found_where_they_are_looked_for():
+def test_model_classes_are_found_in_transformers():
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["qwen3"] == "Qwen3ForCausalLM"
     assert parameters(get_class_from_dynamic_module)[:2] == [
         "class_reference",
@@ -254,7 +254,7 @@ def test_models_of_every_kind_are_found_where_they_are_looked_for():
     ]
 
 
-def test_rows_are_scored_in_chunks_of_a_stated_size_before_training_and_as_a_whole_in_it():
+def test_scoring_is_chunked_only_before_training():
     theirs, ours = (
         parameters(cls._get_per_token_logps_and_entropies)
         for cls in (GRPOTrainer, AtroposGRPOTrainer)
@@ -274,7 +274,7 @@ def test_rows_are_scored_in_chunks_of_a_stated_size_before_training_and_as_a_who
     assert train.count("_get_per_token_logps_and_entropies(") == 1 and "batch_size" not in train
 
 
-def test_a_generation_batch_is_shuffled_split_and_kept_until_the_next_one():
+def test_generation_batch_is_shuffled_split_and_kept():
     body = inspect.getsource(GRPOTrainer._prepare_inputs)
     lines = [
         "generation_batch = shuffle_sequence_dict(generation_batch)",
@@ -287,7 +287,7 @@ def test_a_generation_batch_is_shuffled_split_and_kept_until_the_next_one():
     assert places == sorted(places)
 
 
-def test_the_constructor_has_the_arguments_that_are_passed_on_or_refused():
+def test_constructor_has_expected_arguments():
     assert parameters(GRPOTrainer.__init__) == [
         "self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
         "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools",
@@ -295,7 +295,7 @@ def test_the_constructor_has_the_arguments_that_are_passed_on_or_refused():
     ]  # fmt: skip
 
 
-def test_a_new_trainer_has_the_attributes_that_are_set_afterwards(theirs):
+def test_new_trainer_has_expected_attributes(theirs):
     assert theirs.rollout_func is None
     assert theirs.num_generations == 4
     assert theirs.use_vllm is False
@@ -311,13 +311,13 @@ def test_metrics_are_lists_by_mode_and_name(theirs):
     assert theirs._metrics["train"]["new"] == []
 
 
-def test_logs_are_queues_as_long_as_a_generation_batch(theirs):
+def test_logs_are_queues_of_generation_batch_length(theirs):
     assert set(theirs._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
     assert isinstance(theirs._logs["advantages"], deque)
     assert theirs._logs["advantages"].maxlen == theirs.args.generation_batch_size == 8
 
 
-def test_the_attributes_are_read_where_they_are_counted_on():
+def test_attributes_are_read_in_expected_places():
     generate = inspect.getsource(GRPOTrainer._generate)
     assert "if self.use_vllm and self.state.global_step != self._last_loaded_step:" in generate
     assert "output = self.rollout_func(prompts, self)" in generate
@@ -333,7 +333,7 @@ def test_the_attributes_are_read_where_they_are_counted_on():
         assert "if self.use_vllm and self.vllm_importance_sampling_correction" in body
 
 
-def test_a_batch_for_whole_optimizer_steps_is_scored_only_for_a_vllm():
+def test_whole_step_batch_is_scored_only_for_vllm():
     body = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in body
     condition = """
@@ -348,7 +348,7 @@ def test_a_batch_for_whole_optimizer_steps_is_scored_only_for_a_vllm():
     assert known in body, "the sampler's log-probabilities come only with a correction"
 
 
-def test_the_loss_takes_the_ratio_from_its_inputs_after_its_forward_pass():
+def test_loss_reads_ratio_after_forward_pass():
     assert "return self._compute_loss(model, inputs)" in inspect.getsource(GRPOTrainer.compute_loss)
     body = inspect.getsource(GRPOTrainer._compute_loss)
     forward, *reads = (body.index(text) for text in (
@@ -363,7 +363,7 @@ def test_the_loss_takes_the_ratio_from_its_inputs_after_its_forward_pass():
 
 
 @pytest.mark.parametrize("missing", ["prompt_ids", "completion_ids", "logprobs"])
-def test_rollouts_without_one_of_the_three_columns_are_refused(tiny_model, tmp_path, missing):
+def test_rollouts_without_needed_column_are_refused(tiny_model, tmp_path, missing):
     columns = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
     del columns[missing]
     trainer = plain_trainer(tiny_model, tmp_path, rollout_func=lambda prompts, trainer: columns)
@@ -371,7 +371,7 @@ def test_rollouts_without_one_of_the_three_columns_are_refused(tiny_model, tmp_p
         trainer._generate([""])
 
 
-def test_generate_hands_on_masks_and_scores_in_the_form_that_is_counted_on(tiny_model, tmp_path):
+def test_generate_hands_on_masks_and_scores(tiny_model, tmp_path):
     columns = {
         "prompt_ids": [[1], [1]],
         "completion_ids": [[2, 3], [4]],
@@ -396,7 +396,7 @@ def test_generate_hands_on_masks_and_scores_in_the_form_that_is_counted_on(tiny_
 
 
 @pytest.mark.parametrize(("iterations", "scored"), [(1, False), (2, True)])
-def test_the_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path, iterations, scored):
+def test_batch_has_tensors_for_loss(tiny_model, tmp_path, iterations, scored):
     settings = {"per_device_train_batch_size": 16, "num_iterations": iterations, "beta": 0.1}
     trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), **settings)
     trainer._begin(trainer.create_optimizer())
@@ -414,7 +414,7 @@ def test_the_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path, ite
     assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
 
 
-def test_num_generations_is_given_back_and_the_logs_are_corrected_in_place(tiny_model, tmp_path):
+def test_scoring_restores_num_generations_and_logs(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16
     )
@@ -427,7 +427,7 @@ def test_num_generations_is_given_back_and_the_logs_are_corrected_in_place(tiny_
 
 
 @pytest.mark.parametrize("correction", [True, False])
-def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path, correction):
+def test_correction_follows_its_setting(tiny_model, tmp_path, correction):
     settings = {"vllm_importance_sampling_correction": correction, "num_iterations": 2}
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), **settings)
     assert trainer.use_vllm is correction
@@ -438,18 +438,18 @@ def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path,
     ) is correction
 
 
-def test_rewards_are_scaled_by_the_standard_deviation_that_rollouts_use_too():
+def test_rewards_are_scaled_by_nanstd_of_trl():
     assert parameters(nanstd) == ["tensor", "dim", "keepdim"], "TRL's nanstd takes other arguments"
     assert "std_rewards = nanstd(" in SOURCE, (
         "TRL no longer scales rewards by its nanstd: adapt `rollouts/rollout.py`"
     )
 
 
-def test_losses_are_scaled_for_accumulation_by_trl_and_not_again():
+def test_losses_are_scaled_for_accumulation_once():
     assert AtroposGRPOTrainer.loss_is_scaled_for_ga is True
 
 
-def test_steps_are_counted_in_micro_batches_from_the_begin_of_training_and_rows_are_taken_by_that_count(
+def test_step_count_in_micro_batches_selects_rows(
     theirs,
 ):
     assert theirs._step == 0
@@ -459,7 +459,7 @@ def test_steps_are_counted_in_micro_batches_from_the_begin_of_training_and_rows_
     assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
 
 
-def test_a_checkpoint_goes_below_the_folder_that_is_asked_for_when_it_is_written():
+def test_checkpoint_folder_is_determined_at_save():
     theirs = inspect.getsource(Trainer._save_checkpoint)
     assert "run_dir = self._get_output_dir(trial=trial)" in theirs
     assert "output_dir = os.path.join(run_dir, checkpoint_folder)" in theirs
@@ -470,7 +470,7 @@ def test_a_checkpoint_goes_below_the_folder_that_is_asked_for_when_it_is_written
     )  # of the entropy's coefficient
 
 
-def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformers():
+def test_memory_estimate_finds_library_internals():
     """`trl_atropos/check/memory.py`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -493,7 +493,7 @@ def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformer
     )
 
 
-def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
+def test_trl_head_tiles_match_memory_estimate():
     from trl.kernels import chunked_logprob
 
     from trl_atropos.check.memory import TILE
@@ -503,7 +503,7 @@ def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
     )
 
 
-def test_a_push_is_an_upload_of_a_folder_by_the_shared_client():
+def test_push_uploads_folder_by_shared_client():
     """`trl_atropos/report/hub.py` replaces it, to leave out what is not the model's."""
     assert "hf_api().upload_folder(" in inspect.getsource(Trainer.push_to_hub), (
         "transformers uploads in another way"
@@ -511,7 +511,7 @@ def test_a_push_is_an_upload_of_a_folder_by_the_shared_client():
     assert "hf_api().upload_folder(" in inspect.getsource(Trainer._push_from_checkpoint)
 
 
-def test_the_progress_bar_is_where_the_line_callback_writes():
+def test_progress_bar_is_updated_on_step_end():
     from transformers import ProgressCallback
 
     steps = inspect.getsource(ProgressCallback.on_step_end)

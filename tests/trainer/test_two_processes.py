@@ -101,19 +101,17 @@ def ranks(tiny_model, recorded) -> list[dict[str, Any]]:
     return [json.loads((recorded / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_there_are_really_two_processes_with_gloo_between_them(ranks):
+def test_two_processes_run_over_gloo(ranks):
     assert [(told["processes"], told["backend"]) for told in ranks] == [(2, "gloo"), (2, "gloo")]
 
 
-def test_every_process_of_a_run_has_the_token_of_its_servers(ranks):
+def test_processes_of_run_share_server_token(ranks):
     tokens = {token for told in ranks for token in told["tokens"]}
     assert len(tokens) == 1 and len(tokens.pop()) > 20
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_of_one_and_show_its_advantages(
-    tiny_model, recorded, tmp_path, ranks, name
-):
+def test_two_processes_train_and_log_like_one(tiny_model, recorded, tmp_path, ranks, name):
     alone = train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name])
     expected = step_logs(alone)
     assert len(expected) == STEPS
@@ -130,7 +128,7 @@ def test_two_processes_take_the_steps_of_one_and_show_its_advantages(
         assert rank["runs"][name]["advantages"] == pytest.approx(list(alone._logs["advantages"]))
 
 
-def test_an_error_on_rank_0_while_polling_reaches_all_ranks(ranks):
+def test_polling_error_on_rank_0_reaches_all_ranks(ranks):
     for told in ranks:
         assert told["error"].startswith("The recording is used up: it has 16 rollouts")
 

@@ -136,7 +136,7 @@ CONFIGS: dict[str, tuple[Callable[[], PeftConfig], set, str]] = {
 
 @pytest.mark.parametrize("way", [None, "merged", "alone"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_is_refused_in_the_ways_that_it_cannot_go_and_in_no_other(name, way):
+def test_config_is_refused_only_where_unsupported(name, way):
     make, refused, setting = CONFIGS[name]
     if way not in refused:
         adapters.require_supported(make(), way)
@@ -169,7 +169,7 @@ MERGED = [name for name, (_, refused, _) in CONFIGS.items() if "merged" not in r
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_merged_weights_in_a_plain_model_compute_what_the_adapter_does_in_training(name):
+def test_merged_weights_compute_like_trained_adapter(name):
     model = get_peft_model(small_model(), CONFIGS[name][0]()).train()
     adapters.require_served(model, "merged")
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_merged_weights_in_a_plain_model_compute_what_the_adapter_does_in_traini
     assert (merged - expected).abs().max() < 1e-4 < (before - expected).abs().max()
 
 
-def test_bias_that_no_layer_could_take_is_refused_where_it_is_merged(tiny_model):
+def test_lora_bias_without_layer_bias_is_not_merged(tiny_model):
     config = LoraConfig(**QV, lora_bias=True)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config)
     with pytest.raises(RecipeError, match=r"bias \(`lora_bias`\), and the layer 'q_proj' has none"):
@@ -199,7 +199,7 @@ def test_bias_that_no_layer_could_take_is_refused_where_it_is_merged(tiny_model)
 @pytest.mark.parametrize(
     "name", [name for name, (_, refused, _) in CONFIGS.items() if None not in refused]
 )
-def test_model_of_an_adapter_that_can_be_trained_is_ready(name):
+def test_adapter_is_ready_unless_frozen(name):
     model = get_peft_model(small_model(), CONFIGS[name][0](), adapter_name="mine")
     adapters.require_trainable_adapter(model, 0.0)
     model.requires_grad_(False)
@@ -373,7 +373,7 @@ NOT_READY = {
 
 
 @pytest.mark.parametrize("name", NOT_READY)
-def test_model_that_would_not_be_trained_is_refused(tiny_model, adapter, run, tmp_path, name):
+def test_untrainable_model_is_refused(tiny_model, adapter, run, tmp_path, name):
     make, beta, told, fix = NOT_READY[name]
     with pytest.raises(RecipeError, match=told) as caught:
         run(make(tiny_model, adapter), tmp_path, beta=beta)
@@ -381,7 +381,7 @@ def test_model_that_would_not_be_trained_is_refused(tiny_model, adapter, run, tm
 
 
 @pytest.mark.parametrize("setting", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
-def test_reference_that_would_be_another_model_is_refused(tiny_model, run, tmp_path, setting):
+def test_reference_of_other_model_is_refused(tiny_model, run, tmp_path, setting):
     with pytest.raises(RecipeError, match=r"and `beta` is 0\.1: the reference would"):
         run(str(tiny_model), tmp_path, LoraConfig(**QV, **setting), beta=0.1)
 
@@ -433,7 +433,7 @@ COMES = {
 
 
 @pytest.mark.parametrize("name", COMES)
-def test_adapter_is_trained_alone_and_resumed_bit_for_bit(tiny_model, adapter, run, tmp_path, name):
+def test_adapter_trains_alone_and_resumes_exactly(tiny_model, adapter, run, tmp_path, name):
     model, config = COMES[name](tiny_model, adapter)
     trainer = run(model, tmp_path, config, max_steps=2, save_only_model=True)
     before = tensors(trainer.model)
@@ -474,9 +474,7 @@ def referenced(request, tiny_model, adapter, run, tmp_path_factory) -> tuple[Pat
     return folder, dtype
 
 
-def test_resume_with_a_reference_has_the_policy_and_the_reference_of_the_files(
-    referenced, tiny_model, adapter, run, tmp_path
-):
+def test_resume_loads_policy_and_reference_of_files(referenced, tiny_model, adapter, run, tmp_path):
     folder, dtype = referenced
     trainer = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
     parameters = dict(trainer.model.named_parameters())
@@ -500,18 +498,14 @@ def test_resume_with_a_reference_has_the_policy_and_the_reference_of_the_files(
     assert {name for name, one in now.items() if one.requires_grad} == trained.keys()
 
 
-def test_resumed_run_with_a_reference_ends_as_the_run_that_went_on(
-    referenced, tiny_model, adapter, run, tmp_path
-):
+def test_run_with_reference_resumes_as_if_unbroken(referenced, tiny_model, adapter, run, tmp_path):
     folder, dtype = referenced
     resumed = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert is_in(resumed.model, policy_in(folder / "checkpoint-3"))
 
 
-def test_best_model_of_a_run_with_a_reference_is_the_one_in_the_file(
-    referenced, tiny_model, adapter, run, tmp_path
-):
+def test_best_model_beside_reference_is_saved_one(referenced, tiny_model, adapter, run, tmp_path):
     folder, dtype = referenced
     trainer = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -555,9 +549,7 @@ OTHERS: dict[str, tuple[Callable[[Path], PeftModel | str], dict[str, Any], str]]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_adapter_of_other_settings_than_saved_is_refused_and_nothing_is_written(
-    referenced, tiny_model, run, tmp_path, name
-):
+def test_adapter_of_other_settings_is_not_loaded(referenced, tiny_model, run, tmp_path, name):
     settings, _, told = OTHERS[name]
     trainer = run(str(tiny_model), tmp_path, LoraConfig(**QV | settings))
     before = tensors(trainer.model)
@@ -566,7 +558,7 @@ def test_adapter_of_other_settings_than_saved_is_refused_and_nothing_is_written(
     assert is_in(trainer.model, before)
 
 
-def test_adapter_that_a_checkpoint_lacks_is_named(referenced, tiny_model, adapter, run, tmp_path):
+def test_adapter_missing_in_checkpoint_is_named(referenced, tiny_model, adapter, run, tmp_path):
     checkpoint = shutil.copytree(referenced[0] / "checkpoint-2", tmp_path / "checkpoint-2")
     trainer = run(trainable(tiny_model, adapter, adapter_name="policy"), tmp_path)
     with pytest.raises(
@@ -579,7 +571,7 @@ def test_adapter_that_a_checkpoint_lacks_is_named(referenced, tiny_model, adapte
         trainer._load_from_checkpoint(str(checkpoint))
 
 
-def test_missing_file_of_the_optimizer_is_named_beside_a_reference_too(
+def test_missing_optimizer_is_named_beside_reference(
     referenced, tiny_model, adapter, run, tmp_path
 ):
     checkpoint = shutil.copytree(referenced[0] / "checkpoint-2", tmp_path / "checkpoint-2")
@@ -589,7 +581,7 @@ def test_missing_file_of_the_optimizer_is_named_beside_a_reference_too(
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_reference_is_a_copy_of_the_whole_adapter(tiny_model, run, tmp_path):
+def test_reference_copies_whole_adapter(tiny_model, run, tmp_path):
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
     trainer = run(get_peft_model(base_of(tiny_model), config), tmp_path, beta=0.1)
     parameters = tensors(trainer.model)
@@ -606,9 +598,7 @@ def test_reference_is_a_copy_of_the_whole_adapter(tiny_model, run, tmp_path):
 
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("kind", [pytest.param("zero2", marks=pytest.mark.full), "zero3", "fsdp2"])
-def test_sharded_resume_with_a_reference_has_the_policy_of_the_file(
-    kind, tiny_model, adapter, recording, tmp_path
-):
+def test_sharded_resume_with_reference_loads_policy(kind, tiny_model, adapter, recording, tmp_path):
     launch(
         kind,
         2,
@@ -622,7 +612,7 @@ def test_sharded_resume_with_a_reference_has_the_policy_of_the_file(
 
 
 def main(kind: str, tiny_model: str, adapter: str, recording: str, folder: str) -> None:
-    """One of the processes of `test_sharded_resume_with_a_reference_has_the_policy_of_the_file`."""
+    """One of the processes of `test_sharded_resume_with_reference_loads_policy`."""
 
     def build(output: str) -> AtroposGRPOTrainer:
         settings = arguments(

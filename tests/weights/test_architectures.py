@@ -56,13 +56,13 @@ def found(tmp_path_factory) -> dict[tuple[str, str], Row]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CHECKED)
-def test_the_family_computes_with_the_trainers_weights(found, name):
+def test_family_computes_with_trainer_weights(found, name):
     modes = found[name, "float32"].modes
     assert (modes["colocate"].how, modes["server"].how) == (FAMILIES[name].expected, "sent"), modes
     assert bool(modes["colocate"].why) == (modes["colocate"].how == "copied")
 
 
-def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_the_reason_said(
+def test_family_with_vllm_float32_routers_is_copied(
     found,
 ):
     modes = found["GLM-4-MoE", "bfloat16"].modes
@@ -70,7 +70,7 @@ def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_
     assert "vLLM keeps it as torch.float32, the trainer as torch.bfloat16" in modes["colocate"].why
 
 
-def test_a_family_that_keeps_its_routers_in_float32_itself_can_be_attached_in_bfloat16(tmp_path):
+def test_family_with_own_float32_routers_attaches(tmp_path):
     save_family(FAMILIES["ERNIE 4.5 MoE"], tmp_path, "bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -94,9 +94,7 @@ TRAINED = {
 
 @pytest.mark.server
 @pytest.mark.parametrize("name", TRAINED)
-def test_transposed_weights_and_experts_are_trained_in_place_and_sent(
-    name, server_model, recording, tmp_path
-):
+def test_transposed_weights_and_experts_are_trained(name, server_model, recording, tmp_path):
     folder = str(tmp_path / "model")
     make_model(TRAINED[name], server_model, folder)
     with running_server(folder, tmp_path / "logs") as server:

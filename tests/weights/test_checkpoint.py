@@ -29,7 +29,7 @@ def llama(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_weight_of_the_family_comes_back_to_where_it_was(name, tmp_path):
+def test_weights_of_family_load_in_place(name, tmp_path):
     make_model(FAMILIES[name], tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     change(dict(model.named_parameters()), seed=2)
@@ -44,7 +44,7 @@ def test_every_weight_of_the_family_comes_back_to_where_it_was(name, tmp_path):
 
 # whose files have other names than their modules
 @pytest.mark.parametrize("name", ["GPT-NeoX", "Mixtral"])
-def test_a_resumed_run_of_the_family_goes_on_as_if_it_had_not_stopped(name, tiny_model, tmp_path):
+def test_resumed_run_of_family_equals_unbroken_one(name, tiny_model, tmp_path):
     family = FAMILIES[name]
     make_model(family, tmp_path / "model")
     recording = record(
@@ -75,7 +75,7 @@ def test_a_resumed_run_of_the_family_goes_on_as_if_it_had_not_stopped(name, tiny
     )
 
 
-def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
+def test_checkpoint_lacking_one_weight_is_refused(tmp_path):
     model = llama(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
@@ -86,7 +86,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
         load_weights(model, str(tmp_path))
 
 
-def test_a_checkpoint_of_another_size_is_refused(tmp_path):
+def test_checkpoint_of_other_size_is_refused(tmp_path):
     model = llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     other = type(FAMILIES["Llama"])("llama", FAMILIES["Llama"].fields | {"intermediate_size": 64})
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
         load_weights(model, str(tmp_path))
 
 
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub():
+def test_missing_folder_is_not_sought_on_hub():
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint in no such folder, which is no folder\. Check `resume_from_checkpoint`",
@@ -105,7 +105,7 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub():
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut"])
-def test_weights_that_cannot_be_read_are_refused(damage, tmp_path):
+def test_unreadable_weights_are_refused(damage, tmp_path):
     model = llama(tmp_path / "base")
     model.save_pretrained(tmp_path / "saved")
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -166,7 +166,7 @@ def resume(trainer: AtroposGRPOTrainer, checkpoint: Path) -> AtroposGRPOTrainer:
     return trainer
 
 
-def test_settings_of_the_optimizer_that_are_given_on_a_resume_are_in_force(run, checkpoint, caplog):
+def test_optimizer_settings_given_on_resume_apply(run, checkpoint, caplog):
     caplog.set_level(logging.INFO, "trl_atropos")
     given = {
         "learning_rate": 5e-4,
@@ -184,7 +184,7 @@ def test_settings_of_the_optimizer_that_are_given_on_a_resume_are_in_force(run, 
     assert "Resuming with learning_rate 0.0005 in place of the checkpoint's 0.002." in caplog.text
 
 
-def test_a_run_of_16_bits_steps_its_masters_at_the_learning_rate_that_is_given(run, tmp_path):
+def test_resumed_masters_step_at_given_learning_rate(run, tmp_path):
     settings = {"model_init_kwargs": {"dtype": "bfloat16"}, "lr_scheduler_type": "constant"}
     run(tmp_path, max_steps=1, **settings).train()
     trainer = resume(
@@ -195,7 +195,7 @@ def test_a_run_of_16_bits_steps_its_masters_at_the_learning_rate_that_is_given(r
     assert {group["lr"] for group in masters.inner.param_groups} == {5e-4}
 
 
-def test_how_often_is_logged_and_saved_may_change_on_a_resume(run, checkpoint):
+def test_log_and_save_intervals_may_change_on_resume(run, checkpoint):
     trainer = resume(run(checkpoint.parent, max_steps=6, save_steps=3, logging_steps=2), checkpoint)
     assert sorted(path.name for path in checkpoint.parent.glob("checkpoint-*")) == [
         "checkpoint-2",
@@ -206,7 +206,7 @@ def test_how_often_is_logged_and_saved_may_change_on_a_resume(run, checkpoint):
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor"])
-def test_the_state_of_another_optimizer_is_refused(run, checkpoint, optim):
+def test_state_of_other_optimizer_is_refused(run, checkpoint, optim):
     with pytest.raises(
         CheckpointError, match=rf"is not that of `optim: {optim}` .* in place of .* begin anew"
     ):
@@ -214,7 +214,7 @@ def test_the_state_of_another_optimizer_is_refused(run, checkpoint, optim):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_torn_file_of_a_checkpoint_is_named(run, checkpoint, name):
+def test_torn_checkpoint_file_is_named(run, checkpoint, name):
     torn = checkpoint / name
     os.truncate(torn, torn.stat().st_size // 2)
     with pytest.raises(
@@ -224,7 +224,7 @@ def test_a_torn_file_of_a_checkpoint_is_named(run, checkpoint, name):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
+def test_missing_checkpoint_file_is_named(run, checkpoint, name):
     (checkpoint / name).unlink()
     with pytest.raises(
         CheckpointError, match=rf"but no {name}: it was damaged\. Resume from another"
@@ -232,15 +232,13 @@ def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
         resume(run(checkpoint.parent), checkpoint)
 
 
-def test_a_checkpoint_of_the_model_alone_says_that_the_optimizer_begins_anew(run, tmp_path, caplog):
+def test_model_only_checkpoint_tells_new_optimizer(run, tmp_path, caplog):
     run(tmp_path, max_steps=1, save_only_model=True).train()
     assert resume(run(tmp_path, max_steps=2), tmp_path / "checkpoint-1").state.global_step == 2
     assert re.search(r"checkpoint-1 holds no state of the optimizer .* begin anew", caplog.text)
 
 
-def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_masters_also_when_resumed(
-    run, tmp_path
-):
+def test_16_bit_adapter_keeps_masters_through_resume(run, tmp_path):
     """As the server computes it: PEFT would have it in float32."""
     half = {
         "model_init_kwargs": {"dtype": "bfloat16"},
@@ -274,7 +272,7 @@ def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_mast
     assert {parameter.dtype for parameter in adapter_of(without)} == {torch.float32}
 
 
-def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
+def test_adapter_and_model_checkpoints_do_not_mix(run, checkpoint, tmp_path):
     with pytest.raises(
         CheckpointError,
         match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`",
@@ -293,7 +291,7 @@ def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoi
         resume(run(tmp_path / "adapter", peft=True), adapter)
 
 
-def test_a_disk_that_takes_no_more_is_named_and_no_half_checkpoint_stays(run, tmp_path):
+def test_full_disk_is_named_and_leaves_no_checkpoint(run, tmp_path):
     """As it is with a full disk, of torch's file no more than a part is taken."""
     trainer = run(tmp_path, max_steps=2, save_steps=2)
     size = 150_000  # between those of the weights and of the optimizer's state

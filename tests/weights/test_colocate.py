@@ -49,18 +49,18 @@ class Detach(TrainerCallback):
             weight.data = weight.data.clone()
 
 
-def test_the_trainers_parameters_are_the_servers_memory(make_trainer):
+def test_trainer_parameters_are_server_memory(make_trainer):
     trainer = make_trainer()
     disturb(trainer)  # nothing is sent, nothing was cached yet
     assert probe(trainer) <= allowed(trainer)
 
 
-def test_a_tied_head_stays_tied_to_the_shared_embedding(make_trainer):
+def test_tied_head_stays_tied_to_shared_embedding(make_trainer):
     model = make_trainer().model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_every_publish_leaves_both_sides_equal_while_requests_are_in_flight(make_trainer, server):
+def test_publishes_under_load_leave_both_sides_equal(make_trainer, server):
     """Fifty publishes under load: the probe runs after each, and no client sees an error."""
     trainer = make_trainer(max_steps=50, learning_rate=1e-3)
     failures, served, stop = [], [0], threading.Event()
@@ -86,9 +86,7 @@ def test_every_publish_leaves_both_sides_equal_while_requests_are_in_flight(make
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
-def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_side_of_the_publish(
-    make_trainer, server
-):
+def test_request_across_publish_matches_old_then_new(make_trainer, server):
     """A completion begun before a publish and ended after it has every token scored by the old or
     the new weights."""
     trainer = make_trainer()
@@ -124,7 +122,7 @@ def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_si
     assert is_new[switch:].all()
 
 
-def test_a_trainer_can_train_twice(make_trainer):
+def test_trainer_trains_twice(make_trainer):
     trainer = make_trainer(max_steps=2)
     trainer.train()
     trainer.train()
@@ -132,7 +130,7 @@ def test_a_trainer_can_train_twice(make_trainer):
     assert 0 < trainer.policy_publisher.probe_max_abs_diff <= allowed(trainer)
 
 
-def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, server):
+def test_server_paused_for_missing_step_resumes(make_trainer, server):
     """The weights are whole: it must not take them for torn when the trainer leaves."""
     publisher = make_trainer().policy_publisher
     publisher.before_step()
@@ -142,7 +140,7 @@ def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, s
     assert server.generate(prompt="abc=", max_tokens=2).ok
 
 
-def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
+def test_probe_sees_stale_caches(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
     publisher.transfer.clear_cache = False
@@ -154,7 +152,7 @@ def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
         probe(trainer)
 
 
-def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer):
+def test_probe_passes_with_dropped_caches(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
     assert probe(trainer) <= allowed(trainer)
@@ -164,7 +162,7 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     assert probe(trainer) <= allowed(trainer)
 
 
-def test_a_probe_is_judged_before_the_next_publish_and_takes_no_time_until_then(make_trainer):
+def test_probe_is_judged_only_before_next_publish(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
     assert probe(trainer) <= allowed(trainer)
@@ -213,7 +211,7 @@ class Wrong:
         return logprobs
 
 
-def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_trainer, caplog):
+def test_probe_looks_twice_before_blaming_weights(make_trainer, caplog):
     trainer = make_trainer()
     Wrong(trainer, times=1)
     with caplog.at_level("WARNING"):
@@ -223,9 +221,7 @@ def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_t
     assert "One in thousands may, where rounding errors are multiplied" in caplog.text
 
 
-def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(
-    make_trainer, caplog
-):
+def test_differing_tokens_are_warned_of_at_doublings(make_trainer, caplog):
     trainer = make_trainer()
     wrong = Wrong(trainer, times=0)
     with caplog.at_level("WARNING"):
@@ -240,7 +236,7 @@ def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(
     assert "Try, in this order" in warnings[0]
 
 
-def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
+def test_single_token_differing_twice_stops_run(make_trainer):
     trainer = make_trainer()
     probe(trainer)
     Wrong(trainer, times=2)
@@ -249,7 +245,7 @@ def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
     assert caught.value.result.mean_abs_diff < allowed(trainer) < caught.value.result.max_abs_diff
 
 
-def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of_weights(
+def test_difference_at_start_blames_implementations(
     make_trainer,
 ):
     trainer = make_trainer()
@@ -261,7 +257,7 @@ def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of
     assert trainer.state.global_step == 0
 
 
-def test_a_model_that_computes_nan_in_the_trainer_is_told_so(make_trainer):
+def test_nan_in_trainer_is_named(make_trainer):
     trainer = make_trainer()
     probe(trainer)
     Wrong(trainer, size=math.nan, positions=slice(None))
@@ -271,7 +267,7 @@ def test_a_model_that_computes_nan_in_the_trainer_is_told_so(make_trainer):
         probe(trainer)
 
 
-def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
+def test_bounds_tighten_after_first_probe(make_trainer):
     """On a GPU in 16 bits the bounds are wide until the model has shown its own rounding."""
     trainer = make_trainer()
     looks = trainer.policy_publisher._probe
@@ -286,7 +282,7 @@ def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
     )
 
 
-def test_the_longest_sequences_are_looked_at_once_before_the_first_step(make_trainer, server):
+def test_longest_sequences_are_probed_once_at_start(make_trainer, server):
     trainer = make_trainer(max_steps=2)
     scored = Wrong(trainer, times=0).lengths
     trainer.train()
@@ -307,7 +303,7 @@ class After(TrainerCallback):
         self.call()
 
 
-def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_begins_there(
+def test_eighth_probe_sees_fault_in_long_sequences(
     make_trainer,
 ):
     trainer = make_trainer(max_steps=20)
@@ -324,9 +320,7 @@ def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_beg
     assert trainer.policy_publisher.policy_version == LONG_EVERY - 1
 
 
-def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(
-    make_trainer, caplog
-):
+def test_length_of_first_difference_is_warned_of(make_trainer, caplog):
     trainer = make_trainer(max_steps=1)
     Wrong(trainer, positions=slice(None), beyond=300)
     with caplog.at_level("WARNING"):
@@ -345,7 +339,7 @@ def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(
     assert trainer.state.global_step == 1
 
 
-def test_a_length_that_the_run_asks_for_is_refused_where_both_sides_differ(make_trainer):
+def test_requested_length_with_difference_is_refused(make_trainer):
     trainer = make_trainer(max_sequence_length=400)
     scored = Wrong(trainer, positions=slice(None), beyond=300).lengths
     with pytest.raises(ProbeError, match=r"but not from 3\d\d tokens on \(at most 400 may come\)"):
@@ -354,7 +348,7 @@ def test_a_length_that_the_run_asks_for_is_refused_where_both_sides_differ(make_
     assert max(scored) == 400
 
 
-def test_nan_on_the_server_is_named(make_trainer, server):
+def test_nan_on_server_is_named(make_trainer, server):
     trainer = make_trainer()
     with torch.no_grad():
         trainer.model.model.norm.weight.fill_(math.nan)
@@ -367,9 +361,7 @@ def test_nan_on_the_server_is_named(make_trainer, server):
         probe(trainer)
 
 
-def test_the_first_and_the_last_publish_of_a_run_are_probed_however_seldom_it_is(
-    server, make_trainer, tmp_path
-):
+def test_first_and_last_publish_are_always_probed(server, make_trainer, tmp_path):
     publisher = make_publisher(server, tmp_path, probe_every_n_steps=1000)
     trainer = make_trainer(publisher, max_steps=3)
     lengths = Wrong(trainer, times=0).lengths
@@ -379,14 +371,14 @@ def test_the_first_and_the_last_publish_of_a_run_are_probed_however_seldom_it_is
     assert lengths[-1] == usual
 
 
-def test_a_run_whose_caches_are_not_dropped_stops(make_trainer):
+def test_run_with_stale_caches_stops(make_trainer):
     trainer = make_trainer(max_steps=20, learning_rate=1e-2)
     trainer.policy_publisher.transfer.clear_cache = False
     with pytest.raises(ProbeError):
         trainer.train()
 
 
-def test_the_probe_sees_a_weight_that_only_the_trainer_has(make_trainer):
+def test_probe_sees_detached_trainer_weight(make_trainer):
     trainer = make_trainer()
     layer = trainer.model.model.layers[0].mlp.down_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach() + 0.05 * torch.randn_like(layer.weight))
@@ -394,14 +386,14 @@ def test_the_probe_sees_a_weight_that_only_the_trainer_has(make_trainer):
         probe(trainer)
 
 
-def test_a_run_that_loses_a_parameter_stops_and_names_it(make_trainer):
+def test_lost_parameter_stops_run_and_is_named(make_trainer):
     trainer = make_trainer()
     trainer.add_callback(Detach())
     with pytest.raises(AttachError, match=r"layers\.0\.mlp\.down_proj\.weight"):
         trainer.train()
 
 
-def test_the_probe_sees_a_step_that_was_not_published(make_trainer):
+def test_probe_sees_unpublished_step(make_trainer):
     trainer = make_trainer()
     assert probe(trainer) <= allowed(trainer)
     disturb(trainer)  # a step without its fence: the caches are stale
@@ -409,7 +401,7 @@ def test_the_probe_sees_a_step_that_was_not_published(make_trainer):
         probe(trainer)
 
 
-def test_the_probe_sees_a_version_that_never_reached_the_server(make_trainer):
+def test_probe_sees_undelivered_version(make_trainer):
     trainer = make_trainer()
     trainer.policy_publisher.policy_version += 1
     with pytest.raises(ProbeError, match="policy version"):
@@ -417,9 +409,7 @@ def test_the_probe_sees_a_version_that_never_reached_the_server(make_trainer):
 
 
 @pytest.mark.slow
-def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(
-    make_trainer, server_model, tmp_path
-):
+def test_server_refuses_to_sample_after_failed_step(make_trainer, server_model, tmp_path):
     with running_server(server_model, tmp_path / "logs") as doomed:
         trainer = make_trainer(make_publisher(doomed, tmp_path))
 
@@ -439,9 +429,7 @@ def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(
     assert "This server is shutting down" in (tmp_path / "logs" / "vllm.log").read_text()
 
 
-def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(
-    make_trainer, server, tmp_path
-):
+def test_run_failing_before_write_spares_server(make_trainer, server, tmp_path):
     trainer = make_trainer()
     checkpoint = tmp_path / "checkpoint-1"
     checkpoint.mkdir()

@@ -36,7 +36,7 @@ assert not any(target._base.any() for target, _ in pairs[6:])  # nothing was wri
 """
 
 
-def test_the_kernel_of_gpus_copies_what_torch_would():
+def test_gpu_kernel_copies_like_torch():
     """Triton's interpreter runs it on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -58,7 +58,7 @@ def test_the_kernel_of_gpus_copies_what_torch_would():
         "another device": (torch.zeros(4096), torch.zeros(4096, device="meta")),
     }.values(),
 )
-def test_what_the_kernel_cannot_copy_is_left_to_torch(target, source):
+def test_unsupported_copy_is_left_to_torch(target, source):
     assert runs_of(target, source) is None
 
 

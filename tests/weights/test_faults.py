@@ -180,7 +180,7 @@ def assert_only_ends_of_service(failures: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "point", "way"), CASES)
-def test_a_fault_of_the_server_is_an_error_in_time_and_no_torn_weights_are_sampled(
+def test_server_fault_raises_soon_without_torn_samples(
     keeper: Keeper, recording, tmp_path, mode, point, way
 ):
     server = keeper.take(mode)
@@ -289,7 +289,7 @@ LEAVES = [
 
 
 @pytest.mark.parametrize(("mode", "point"), RESUMES)
-def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_nothing_is_torn(
+def test_server_keeps_old_version_after_trainer_kill(
     keeper: Keeper, score_with, recording, tmp_path, mode, point
 ):
     server = keeper.take(mode)
@@ -314,9 +314,7 @@ def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_no
     assert errors(score_with[MODES[mode].lora], samplers.samples, trainer.old) <= TOLERANCE
 
 
-def test_a_trainer_that_is_frozen_in_a_pause_holds_the_requests_until_it_goes_on(
-    keeper: Keeper, recording, tmp_path
-):
+def test_trainer_frozen_in_pause_holds_requests(keeper: Keeper, recording, tmp_path):
     server = keeper.take("nccl_lora")
     with trainer_at(server, "nccl_lora", "after /pause", recording, tmp_path / "run") as trainer:
         trainer.reach("after /pause")
@@ -334,9 +332,7 @@ def test_a_trainer_that_is_frozen_in_a_pause_holds_the_requests_until_it_goes_on
     assert trainer.process.exitcode == 0
 
 
-def test_a_server_leaves_when_its_trainer_is_killed_in_a_pause_and_its_engine_hangs(
-    keeper: Keeper, recording, tmp_path
-):
+def test_hung_engine_and_killed_trainer_end_server(keeper: Keeper, recording, tmp_path):
     server = keeper.take("nccl_lora")
     processes = Processes.of(server)
     try:
@@ -353,9 +349,7 @@ def test_a_server_leaves_when_its_trainer_is_killed_in_a_pause_and_its_engine_ha
 
 
 @pytest.mark.parametrize("mode", ["server over gloo", "nccl_lora"])
-def test_a_trainer_whose_server_hangs_in_a_transfer_ends_with_an_error(
-    keeper: Keeper, recording, tmp_path, mode
-):
+def test_server_hanging_in_transfer_ends_trainer(keeper: Keeper, recording, tmp_path, mode):
     server = keeper.take(mode)
     with trainer_at(server, mode, "sending", recording, tmp_path / "run", TIMEOUT) as trainer:
         trainer.reach("sending")
@@ -378,7 +372,7 @@ def test_a_trainer_whose_server_hangs_in_a_transfer_ends_with_an_error(
 
 
 @pytest.mark.parametrize(("mode", "point"), LEAVES)
-def test_a_server_refuses_and_leaves_when_its_trainer_is_killed_with_weights_that_may_be_torn(
+def test_server_with_torn_weights_refuses_and_exits(
     keeper: Keeper, score_with, recording, tmp_path, mode, point
 ):
     server = keeper.take(mode)

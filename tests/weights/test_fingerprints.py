@@ -82,12 +82,12 @@ def in_python(values: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_fingerprint_is_the_sum_of_its_formula(shape, dtype):
+def test_fingerprint_equals_its_formula(shape, dtype):
     values = torch.randn(shape).to(dtype)
     assert joined(fingerprint(values)[None]) == [in_python(values)]
 
 
-def test_parts_add_up_to_the_whole_however_it_is_cut():
+def test_parts_add_up_to_whole_in_any_cut():
     whole, place = torch.randn(6, 10), torch.empty(6, 10, device="meta")
     expected = joined(fingerprint(whole)[None])[0]
 
@@ -183,7 +183,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_kind_of_change_is_seen_in_every_width(change, dtype):
+def test_random_change_is_seen_in_every_width(change, dtype):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         bits = integers(dtype, 8, 8, generator)
@@ -200,7 +200,7 @@ def weights_of_both_sums(salts: tuple[int, int], count: int) -> list[torch.Tenso
 @pytest.mark.parametrize(
     "salts", [fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS], ids=["rows", "columns"]
 )
-def test_no_two_rows_and_no_two_columns_of_a_million_share_a_weight(salts):
+def test_million_rows_or_columns_share_no_weight(salts):
     for weights in weights_of_both_sums(salts, 1 << 20):
         assert weights.min() >= 1 and weights.max() <= 2**30
         assert len(weights.unique()) == len(weights)
@@ -209,9 +209,7 @@ def test_no_two_rows_and_no_two_columns_of_a_million_share_a_weight(salts):
 @pytest.mark.parametrize(
     ("salt", "multipliers"), [(salt, (0x21F0AAAD, 0x135A2D97)) for salt in fingerprints.ROW_SALTS]
 )
-def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_computed_back(
-    salt, multipliers
-):
+def test_position_weights_are_invertible(salt, multipliers):
     modulus = 2**30
     first, second = (pow(multiplier, -1, modulus) for multiplier in multipliers)
     positions = torch.randint(modulus, (1 << 16,), generator=torch.Generator().manual_seed(0))
@@ -227,7 +225,7 @@ def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_
     assert torch.equal((x - salt) % modulus, positions[:2000])
 
 
-def test_one_element_of_four_bytes_is_seen_in_any_of_a_million_columns():
+def test_4_byte_change_is_seen_in_million_columns():
     """Its halves change by less than 2**16. Both sums would have to miss that, for which the two
     ratios of the halves' weights would have to be the same."""
     first, second = (
@@ -240,7 +238,7 @@ def test_one_element_of_four_bytes_is_seen_in_any_of_a_million_columns():
 
 
 @pytest.mark.parametrize(("one", "other"), [(6001, 56237), (0, 151_935), (12_345, 128_255)])
-def test_rows_of_a_large_vocabulary_in_each_others_place_are_seen(one, other):
+def test_swapped_rows_of_large_vocabulary_are_seen(one, other):
     """The first two had one weight when weights were hashes of 32 bits."""
     values = torch.randn(151_936, 4).bfloat16()
     changed = values.clone()
@@ -248,14 +246,14 @@ def test_rows_of_a_large_vocabulary_in_each_others_place_are_seen(one, other):
     assert not torch.equal(fingerprint(changed), fingerprint(values))
 
 
-def test_elements_that_are_missing_or_there_twice_are_seen_even_if_their_bits_are_zero():
+def test_missing_or_doubled_zero_elements_are_seen():
     whole, place = torch.zeros(4, 4), torch.empty(4, 4, device="meta")
     expected = joined(fingerprint(whole)[None])[0]
     assert sum_of([(whole[:3], place[:3])], (4, 4)) != expected
     assert sum_of([(whole, place), (whole[:1], place[:1])], (4, 4)) != expected
 
 
-def test_what_workers_keep_is_put_together_and_what_they_keep_twice_must_be_equal():
+def test_worker_parts_add_up_and_copies_must_agree():
     whole, place = torch.randn(4, 6), torch.empty(4, 6, device="meta")
     shapes = {"split": (4, 6), "everywhere": (4, 6), "lost": (4, 6)}
     halves = [[Part.of(place[:, :3])], [Part.of(place[:, 3:])]]
@@ -299,7 +297,7 @@ assert by_kernel(transposed) == [f.fingerprint(values).tolist()]
 """
 
 
-def test_the_kernel_of_gpus_computes_the_same():
+def test_gpu_kernel_computes_same_in_interpreter():
     """Triton's interpreter runs it on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -313,7 +311,7 @@ def test_the_kernel_of_gpus_computes_the_same():
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (4096, 1024), (3, 151_936), (151_936, 8)])
-def test_a_gpu_computes_the_same_as_the_cpu(shape, dtype):
+def test_gpu_computes_same_as_cpu(shape, dtype):
     bits = integers(dtype, 1, max(1, math.prod(shape)), torch.Generator().manual_seed(0)).view(
         shape
     )
@@ -358,7 +356,7 @@ def one_by_one(model: torch.nn.Module, *dtypes: torch.dtype) -> list[int]:
     [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)],
     ids=["as they are", "converted", "some converted"],
 )
-def test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is(dtypes):
+def test_trainer_fingerprints_follow_moved_weights(dtypes):
     model, accelerator = Small(), Accelerator(cpu=True)
     named = dict(model.named_parameters())
     own = OwnFingerprints(
@@ -378,7 +376,7 @@ def test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_
     assert joined(own()) == one_by_one(model, *dtypes)
 
 
-def test_a_rank_without_servers_computes_no_fingerprints():
+def test_rank_without_servers_has_no_fingerprints():
     def entries() -> list[gather.Entry]:
         raise AssertionError("nobody needs them")
 
@@ -428,7 +426,7 @@ class Compared:
         self.proof.judge()
 
 
-def test_servers_that_have_the_trainers_weights_are_proven():
+def test_servers_with_equal_weights_are_proven():
     compared = Compared()
     assert not compared.proof.complete  # nothing has been compared
     for _ in range(2):
@@ -437,7 +435,7 @@ def test_servers_that_have_the_trainers_weights_are_proven():
     assert (compared.computed, compared.one.traced, compared.two.traced) == (2, 1, 1)
 
 
-def test_the_server_and_the_parameters_that_differ_are_named():
+def test_differing_server_and_parameters_are_named():
     compared = Compared()
     compared.publish()
     for name in ("first", "third"):
@@ -452,7 +450,7 @@ def test_the_server_and_the_parameters_that_differ_are_named():
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_a_server_that_samples_from_another_version_is_named(version):
+def test_server_of_other_version_is_named(version):
     compared = Compared()
     compared.two.policy_version = version
     told = (
@@ -463,7 +461,7 @@ def test_a_server_that_samples_from_another_version_is_named(version):
         compared.publish()
 
 
-def test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete(caplog):
+def test_incomparable_weights_leave_proof_incomplete(caplog):
     compared = Compared()
     compared.two.refused = {"second": "it is computed"}
     compared.two.weights.second.data.zero_()
@@ -477,7 +475,7 @@ def test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete(ca
     assert caplog.text.count(told) == 1
 
 
-def test_memory_that_does_not_change_is_compared_once_in_a_training():
+def test_fixed_memory_is_compared_once_per_training():
     compared = Compared(times=1)
     for _ in range(3):
         compared.publish()
@@ -491,7 +489,7 @@ def test_memory_that_does_not_change_is_compared_once_in_a_training():
     assert compared.computed == 2
 
 
-def test_weights_that_a_publish_moves_are_found_again_after_each():
+def test_moved_weights_are_traced_after_each_publish():
     compared = Compared(moves=True)
     for _ in range(3):
         compared.publish()
@@ -645,7 +643,7 @@ def assert_found(trainer: AtroposGRPOTrainer, names: set[str]) -> None:
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_publish_is_found_and_names_what_is_wrong(trainer_to, fault, transport):
+def test_fault_in_publish_is_found_and_named(trainer_to, fault, transport):
     trainer = trainer_to(transport=transport)
     act, names = FAULTS[fault]
     if isinstance(names, str):
@@ -660,7 +658,7 @@ def test_a_fault_in_a_publish_is_found_and_names_what_is_wrong(trainer_to, fault
 @pytest.mark.parametrize(
     "settings", [{}, {"transport": "memory"}, {"mode": "nccl_lora"}, {"mode": "lora"}], ids=str
 )
-def test_thousands_of_right_publishes_are_all_found_right(trainer_to, settings):
+def test_thousands_of_right_publishes_pass(trainer_to, settings):
     if "lora" in settings.get("mode", ""):
         settings = settings | {
             "peft_config": LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
@@ -675,7 +673,7 @@ def test_thousands_of_right_publishes_are_all_found_right(trainer_to, settings):
 @pytest.mark.server
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
-def test_parameters_that_move_are_copied_from_where_they_are(trainer_to, transport):
+def test_moved_parameters_are_copied_from_new_place(trainer_to, transport):
     """DeepSpeed moves them when training begins."""
     trainer = trainer_to(transport=transport)
     publish(trainer, lambda: disturb(trainer.model, 1e-3))
@@ -691,9 +689,7 @@ def test_parameters_that_move_are_copied_from_where_they_are(trainer_to, transpo
 @pytest.mark.server
 @pytest.mark.slow(10)
 @pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
-def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_unit(
-    trainer_to, transport
-):
+def test_lost_publish_of_smallest_change_is_found(trainer_to, transport):
     trainer = trainer_to(transport=transport)
     publisher = trainer.policy_publisher
     publisher.transfer.send = lambda version: 0
@@ -712,7 +708,7 @@ def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_u
 
 @pytest.mark.server
 @pytest.mark.slow(10)
-def test_a_server_that_names_another_version_is_found(trainer_to):
+def test_live_server_of_other_version_is_found(trainer_to):
     """As one does after a publish was lost, or when another trainer publishes to it."""
     publisher = trainer_to().policy_publisher
     resume = publisher.transfer.resume
@@ -726,9 +722,7 @@ def test_a_server_that_names_another_version_is_found(trainer_to):
 
 @pytest.mark.server
 @pytest.mark.slow(10)
-def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(
-    trainer_to, typed_server
-):
+def test_shared_memory_is_compared_twice_in_training(trainer_to, typed_server):
     trainer = trainer_to(mode="colocate")
     proof = trainer.policy_publisher._proof
     for _ in range(3):
@@ -742,7 +736,7 @@ def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(
 
 
 @pytest.mark.parametrize("left_out", ["", "the frozen base is quantised in the trainer"])
-def test_a_proof_is_complete_only_if_nothing_was_left_out(left_out):
+def test_proof_with_omissions_is_incomplete(left_out):
     subject = Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64))
     no_servers = SimpleNamespace(clients=[])
     assert Proof(no_servers, [subject, subject._replace(left_out=left_out)]).complete == (
@@ -763,7 +757,7 @@ def test_a_proof_is_complete_only_if_nothing_was_left_out(left_out):
 @pytest.mark.server
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("fault", ["a tensor is stale", "half of the scaling"])
-def test_a_fault_in_the_files_of_an_adapter_is_found(trainer_to, fault):
+def test_fault_in_adapter_files_is_found(trainer_to, fault):
     config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
     trainer = trainer_to(mode="lora", peft_config=config)
     transfer = trainer.policy_publisher.transfer
@@ -788,7 +782,7 @@ def test_a_fault_in_the_files_of_an_adapter_is_found(trainer_to, fault):
 @pytest.mark.server
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("fault", ["not sent", "of another module", "the scaling twice"])
-def test_a_fault_in_the_publish_of_an_adapter_is_found(trainer_to, fault):
+def test_fault_in_adapter_publish_is_found(trainer_to, fault):
     config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
     trainer = trainer_to(mode="nccl_lora", peft_config=config)
     transfer = trainer.policy_publisher.transfer
@@ -821,7 +815,7 @@ def test_a_fault_in_the_publish_of_an_adapter_is_found(trainer_to, fault):
 
 @pytest.mark.server
 @pytest.mark.slow(20)
-def test_a_block_that_old_weights_have_cached_is_found(trainer_to):
+def test_block_cached_by_old_weights_is_found(trainer_to):
     trainer = trainer_to()
     publisher = trainer.policy_publisher
     publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False)
@@ -839,7 +833,7 @@ def test_a_block_that_old_weights_have_cached_is_found(trainer_to):
 
 @pytest.mark.server
 @pytest.mark.slow(20)
-def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_server, caplog):
+def test_rounding_in_16_bits_only_warns(trainer_to, typed_server, caplog):
     trainer = trainer_to()
     publisher = trainer.policy_publisher
     rounds = CUDA or publisher.servers.info.dtype == "bfloat16"
@@ -865,7 +859,7 @@ def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_ser
 
 @pytest.mark.server
 @pytest.mark.slow(20)
-def test_memory_that_is_not_the_servers_is_found_after_the_first_step(trainer_to, monkeypatch):
+def test_foreign_memory_is_found_after_first_step(trainer_to, monkeypatch):
     replace = colocate.replace
 
     def replaced(model, views) -> None:

@@ -304,7 +304,7 @@ def adapted(tiny_model: Path, case: str, raw: dict[str, torch.Tensor]) -> torch.
     return model
 
 
-def test_the_processes_are_sharded_as_they_say(ranks):
+def test_processes_have_stated_sharding(ranks):
     kind = ranks[0]["kind"]
     whole = sum(tensor.numel() for tensor in ranks[0]["full"]["raw"].values())
     for told in ranks:
@@ -314,7 +314,7 @@ def test_the_processes_are_sharded_as_they_say(ranks):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_names_and_order_are_the_plain_models_on_every_rank(tiny_model, ranks, case):
+def test_names_and_order_match_plain_model(tiny_model, ranks, case):
     plain = [
         (name, (p.shape, torch.float32)) for name, p in load_policy(tiny_model).named_parameters()
     ]
@@ -324,16 +324,14 @@ def test_names_and_order_are_the_plain_models_on_every_rank(tiny_model, ranks, c
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_between_gatherings_takes_the_steps_of_one_process_that_never_gathers(
-    ranks, alone, case
-):
+def test_training_steps_are_unchanged_by_gathering(ranks, alone, case):
     for told in ranks:
         assert told[case]["raw"].keys() == alone[case].keys()
         for name, reference in alone[case].items():
             torch.testing.assert_close(told[case]["raw"][name], reference, rtol=0, atol=1e-6)
 
 
-def test_full_parameters_are_those_that_were_trained(tiny_model, ranks):
+def test_full_parameters_equal_trained_ones(tiny_model, ranks):
     start = dict(load_policy(tiny_model).named_parameters())
     for told in ranks:
         for name, tensor in told["full"]["full"].items():
@@ -342,7 +340,7 @@ def test_full_parameters_are_those_that_were_trained(tiny_model, ranks):
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_merged_parameters_are_those_of_merge_and_unload_bit_for_bit(tiny_model, ranks, case):
+def test_merged_parameters_equal_merge_and_unload(tiny_model, ranks, case):
     start = dict(load_policy(tiny_model).named_parameters())
     for told in ranks:
         merged = dict(
@@ -358,7 +356,7 @@ def test_merged_parameters_are_those_of_merge_and_unload_bit_for_bit(tiny_model,
         assert ("model.embed_tokens.weight" in trained) == (case != "lora")
 
 
-def test_adapters_are_whole_and_have_the_names_of_pefts_checkpoints(tiny_model, ranks):
+def test_gathered_adapter_is_whole_with_peft_names(tiny_model, ranks):
     for told in ranks:
         state = get_peft_model_state_dict(adapted(tiny_model, "lora", told["lora"]["raw"]))
         assert told["lora"]["adapter"].keys() == state.keys() and "lora_A.weight" in next(
@@ -368,7 +366,7 @@ def test_adapters_are_whole_and_have_the_names_of_pefts_checkpoints(tiny_model, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_part_is_bit_for_bit_as_before_however_gathering_ends(ranks, case):
+def test_model_is_unchanged_however_gathering_ends(ranks, case):
     for told in ranks:
         for end in ("after exhaustion", "after an error", "after a close"):
             assert told[case][end] == [], end
@@ -376,7 +374,7 @@ def test_every_part_is_bit_for_bit_as_before_however_gathering_ends(ranks, case)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_at_most_one_whole_layer_is_alive_beyond_the_model(ranks, case):
+def test_gathering_holds_one_extra_tensor_at_most(ranks, case):
     for told in ranks:
         largest = max(tensor.nbytes for tensor in told[case]["full"].values())
         one_process_has_no_copies = ranks[0]["kind"] not in ("zero3", "fsdp2") and case == "full"
@@ -384,7 +382,7 @@ def test_at_most_one_whole_layer_is_alive_beyond_the_model(ranks, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_come_in_the_dtype_that_is_asked_for(ranks, case):
+def test_tensors_have_requested_dtype(ranks, case):
     for told in ranks:
         assert told[case]["converted"] and told[case]["as bfloat16"] == {torch.bfloat16}
 
@@ -446,7 +444,7 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_is_merged_as_peft_does_and_left_as_it_was(variant, dtype):
+def test_variant_merges_like_peft_and_stays_intact(variant, dtype):
     model, accelerator = make_adapted(VARIANTS[variant], dtype), Accelerator(cpu=True)
     before, parameters = state(model), list(model.parameters())
     reference = copy.deepcopy(model).merge_and_unload()
@@ -465,7 +463,7 @@ def test_every_variant_is_merged_as_peft_does_and_left_as_it_was(variant, dtype)
     )
 
 
-def test_a_conversion_spares_what_a_family_keeps_in_float32():
+def test_conversion_spares_float32_of_family():
     fields = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -495,7 +493,7 @@ def test_a_conversion_spares_what_a_family_keeps_in_float32():
     assert shapes == {name: (tensor.shape, tensor.dtype) for name, tensor in gathered.items()}
 
 
-def test_activation_checkpointing_leaves_no_trace_in_the_names():
+def test_names_survive_activation_checkpointing():
     """As FSDP2 applies it, that is by modules around the layers."""
     accelerator, plain, wrapped = Accelerator(cpu=True), make_adapted(DENSE), make_adapted(DENSE)
     apply_activation_checkpointing(
@@ -509,7 +507,7 @@ def test_activation_checkpointing_leaves_no_trace_in_the_names():
         assert all(tensor.equal(expected[name]) for name, tensor in seen.items())
 
 
-def test_a_merge_that_fails_leaves_the_model_as_it_was():
+def test_failed_merge_leaves_model_unchanged():
     with pytest.warns(UserWarning):  # `o_proj` has no bias that could take the adapter's
         model = make_adapted({"target_modules": ["q_proj", "o_proj"], "lora_bias": True})
     before, parameters = state(model), list(model.parameters())
@@ -522,7 +520,7 @@ def test_a_merge_that_fails_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     "layers", [{"target_modules": ["embed_tokens"]}, DENSE | {"modules_to_save": ["embed_tokens"]}]
 )
-def test_an_adapter_on_one_side_of_tied_weights_is_refused(layers):
+def test_adapter_on_one_of_tied_weights_is_refused(layers):
     with pytest.warns(UserWarning):  # PEFT's own, which is easily missed
         model = make_adapted(layers, tied=True)
     with pytest.raises(
@@ -531,7 +529,7 @@ def test_an_adapter_on_one_side_of_tied_weights_is_refused(layers):
         iter_full_parameters(model, Accelerator(cpu=True))
 
 
-def test_adapters_that_are_not_lora_are_refused():
+def test_non_lora_adapters_are_refused():
     loha = get_peft_model(
         Qwen2ForCausalLM(Qwen2Config(**SMALL)), LoHaConfig(target_modules=["q_proj"])
     )
@@ -541,7 +539,7 @@ def test_adapters_that_are_not_lora_are_refused():
             iter_full_parameters(model, Accelerator(cpu=True))
 
 
-def test_a_quantised_model_is_refused(tiny_model):
+def test_quantised_model_is_refused(tiny_model):
     config = AutoConfig.from_pretrained(tiny_model)
     # a quantiser that needs no library of its own
     config.quantization_config = BitNetQuantConfig().to_dict()
@@ -550,7 +548,7 @@ def test_a_quantised_model_is_refused(tiny_model):
         iter_full_parameters(model, Accelerator(cpu=True))
 
 
-def test_what_b_is_scaled_by_is_found_below_wrappers():
+def test_lora_scales_are_found_below_wrappers():
     """FSDP's activation checkpointing wraps layers when training begins, under another name for
     each module."""
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")

@@ -34,7 +34,7 @@ def make(model_type: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("loaded", [False, True], ids=["made", "loaded"])
-def test_the_tensors_are_those_of_the_saved_checkpoint(model_type, loaded, tmp_path):
+def test_tensors_equal_saved_checkpoint(model_type, loaded, tmp_path):
     model = make(model_type)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -57,7 +57,7 @@ def test_parts_of_one_parameter_are_no_copies(model_type):
 
 
 @pytest.mark.parametrize(("model_type", "most"), [("llama", 1), ("mixtral", 1), ("hrm_text", 4)])
-def test_no_more_parameters_wait_than_one_tensor_needs(model_type, most):
+def test_parameters_wait_only_for_one_tensor(model_type, most):
     model = make(model_type)
     taken = []
 
@@ -73,7 +73,7 @@ def test_no_more_parameters_wait_than_one_tensor_needs(model_type, most):
     assert max(waiting) == most
 
 
-def test_the_specs_tell_the_same_views():
+def test_specs_describe_views_of_tensors():
     model = make("mixtral")
     tensors = dict(CheckpointPlan(model).tensors(model.named_parameters()))
     parameters = dict(model.named_parameters())
@@ -84,21 +84,21 @@ def test_the_specs_tell_the_same_views():
     assert not tensors
 
 
-def test_a_parameter_that_a_checkpoint_joins_with_others_has_no_piece_of_its_own():
+def test_joined_parameter_has_no_own_piece():
     specs = {spec.name: spec.pieces for spec in CheckpointPlan(make("hrm_text")).specs()}
     joined = [name for name, pieces in specs.items() if pieces == []]
     assert any("q_proj" in name for name in joined)
     assert not any("embed_tokens" in name for name in joined)
 
 
-def test_an_end_before_a_tensor_is_complete_is_an_error():
+def test_incomplete_tensor_at_end_raises():
     model = make("hrm_text")
     parameters = [(name, value) for name, value in model.named_parameters() if "k_proj" not in name]
     with pytest.raises(ValueError, match=r"q_proj.*never came"):
         list(CheckpointPlan(model).tensors(parameters))
 
 
-def test_the_shapes_may_be_given_for_a_model_whose_parameters_are_elsewhere():
+def test_given_shapes_stand_for_absent_parameters():
     model = make("mixtral")
     expected = {
         name: tensor.clone()

@@ -91,7 +91,7 @@ def trainer_and_server(
 
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("size", ALLOWED)
-def test_the_server_samples_from_what_was_published(models, recording, tmp_path, size, name):
+def test_server_samples_from_published_weights(models, recording, tmp_path, size, name):
     """After every publish, 32 random sequences agree, some longer than two KV blocks; the last
     version's do not."""
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def test_the_server_samples_from_what_was_published(models, recording, tmp_path,
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_training_keeps_both_in_step(models, recording, tmp_path, name):
+def test_training_keeps_server_and_trainer_equal(models, recording, tmp_path, name):
     """Real optimizer steps, with float32 masters where weights are trained, and a probe after
     each."""
     settings = {"max_steps": 4, "learning_rate": 1e-5}
@@ -132,7 +132,7 @@ def test_training_keeps_both_in_step(models, recording, tmp_path, name):
         assert 0 < trainer.policy_publisher.probe_max_abs_diff <= ALLOWED["0.6B"][0]
 
 
-def test_bitwise_server_and_trainer_agree_to_the_last_bit(models, recording, tmp_path):
+def test_bitwise_server_and_trainer_agree_exactly(models, recording, tmp_path):
     """The probe, after each of these steps, allows nothing else."""
     settings = {"max_steps": 4, "learning_rate": 1e-5, "numerics": "bitwise"}
     with trainer_and_server("colocate", models("0.6B"), recording, tmp_path, True, **settings) as (

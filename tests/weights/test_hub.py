@@ -161,7 +161,7 @@ def train(model: Path, folder: Path, recording: str, strategy: str, peft_config=
 
 
 @pytest.mark.parametrize("name", ["every_save", "checkpoint", "end", "closed"])
-def test_the_final_weights_arrive_bit_for_bit_with_the_tokenizer_and_the_card(pushed, name):
+def test_final_push_has_weights_tokenizer_and_card(pushed, name):
     files = pushed.hub.files(f"me/{name}")
     arrived, trained = load(files["model.safetensors"]), pushed.trained(name)
     assert arrived.keys() == trained.keys()
@@ -177,7 +177,7 @@ def test_the_final_weights_arrive_bit_for_bit_with_the_tokenizer_and_the_card(pu
 
 
 @pytest.mark.parametrize("name", ["every_save", "checkpoint", "adapter"])
-def test_every_save_pushes_the_weights_of_its_step_and_the_card_of_that_moment(pushed, name):
+def test_save_pushes_weights_and_card_of_its_step(pushed, name):
     weights = "adapter_model.safetensors" if name == "adapter" else "model.safetensors"
     commits = pushed.hub.of(f"me/{name}")
     for step in range(1, STEPS + 1):
@@ -190,7 +190,7 @@ def test_every_save_pushes_the_weights_of_its_step_and_the_card_of_that_moment(p
 
 
 @pytest.mark.parametrize("name", ["end", "adapter"])
-def test_what_was_pushed_loads_in_transformers(pushed, tiny_model, tmp_path, name):
+def test_pushed_model_loads_in_transformers(pushed, tiny_model, tmp_path, name):
     for path, content in pushed.hub.files(f"me/{name}").items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(content)
@@ -206,14 +206,12 @@ def test_what_was_pushed_loads_in_transformers(pushed, tiny_model, tmp_path, nam
     )
 
 
-def test_nothing_is_pushed_before_the_end_where_only_the_end_was_asked_for(pushed):
+def test_push_at_end_pushes_nothing_earlier(pushed):
     assert [commit.title for commit in pushed.hub.of("me/end")] == ["End of training"]
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "adapter"])
-def test_the_last_checkpoint_goes_along_where_it_was_asked_for_and_can_be_resumed_from(
-    pushed, name
-):
+def test_last_checkpoint_is_pushed_whole_on_request(pushed, name):
     files = pushed.hub.files(f"me/{name}")
     folder = pushed.folder / name / f"checkpoint-{STEPS}"
     theirs = {
@@ -227,7 +225,7 @@ def test_the_last_checkpoint_goes_along_where_it_was_asked_for_and_can_be_resume
 
 
 @pytest.mark.parametrize("name", ["every_save", "end", "closed"])
-def test_no_optimizer_state_is_pushed_where_no_checkpoint_was_asked_for(pushed, name):
+def test_push_without_checkpoint_omits_optimizer(pushed, name):
     assert not [
         path
         for path in pushed.hub.files(f"me/{name}")
@@ -235,7 +233,7 @@ def test_no_optimizer_state_is_pushed_where_no_checkpoint_was_asked_for(pushed, 
     ]
 
 
-def test_rollouts_logs_and_tokens_are_neither_pushed_nor_offered(pushed):
+def test_rollouts_logs_and_secrets_stay_local(pushed):
     for commit in pushed.hub.commits:
         assert not {*LEFT_BY_A_RUN, "training_args.bin"} & {
             path.removeprefix("last-checkpoint/") for path in commit.files
@@ -246,7 +244,7 @@ def test_rollouts_logs_and_tokens_are_neither_pushed_nor_offered(pushed):
     assert pushed.hub.tokens == {f"Bearer {TOKEN}"}
 
 
-def test_a_push_that_fails_during_training_is_told_of_and_the_run_goes_on(pushed):
+def test_failed_push_in_training_only_warns(pushed):
     failed = [line for line in pushed.stderr.splitlines() if "A push to the Hub failed (" in line]
     assert len(failed) == STEPS
     assert "403" in failed[0] and "the next save pushes again" in failed[0]
@@ -256,7 +254,7 @@ def test_a_push_that_fails_during_training_is_told_of_and_the_run_goes_on(pushed
 # ----------------------------------------------------------------------------------------- the card
 
 
-def test_the_card_links_to_what_it_is_about(pushed):
+def test_card_has_tags_library_and_model_name(pushed):
     whole, adapter = (
         ModelCard(pushed.hub.files(f"me/{name}")["README.md"].decode())
         for name in ("end", "adapter")
@@ -267,7 +265,7 @@ def test_the_card_links_to_what_it_is_about(pushed):
     assert 'model="me/end"' in whole.text
 
 
-def test_the_card_has_the_reward_the_environments_the_settings_and_the_versions(pushed):
+def test_card_tells_reward_environment_and_settings(pushed):
     files = pushed.hub.files("me/adapter")
     card = files["README.md"].decode()
     assert "![Mean reward by optimizer step](reward_curve.png)" in card
@@ -305,11 +303,11 @@ def test_the_card_has_the_reward_the_environments_the_settings_and_the_versions(
         ("--env.max_token_length 512 --max_tokens 5", None),
     ],
 )
-def test_what_is_shown_elsewhere_has_no_secrets_and_no_paths_of_the_machine(said, shown):
+def test_portable_text_hides_secrets_and_local_paths(said, shown):
     assert portable(said) == (shown or said)
 
 
-def test_settings_of_any_type_are_shown_as_yaml_has_them_and_those_with_secrets_are_not():
+def test_settings_are_shown_as_yaml_without_secrets():
     given = {
         "learning_rate": np.float64(1e-6),
         "api_keys": ["a"],
@@ -322,7 +320,7 @@ def test_settings_of_any_type_are_shown_as_yaml_has_them_and_those_with_secrets_
     )
 
 
-def test_the_card_says_nothing_of_the_machine(pushed, tiny_model):
+def test_card_tells_nothing_of_machine(pushed, tiny_model):
     for name in ("every_save", "adapter"):
         card = pushed.hub.files(f"me/{name}")["README.md"].decode()
         assert not [
@@ -356,7 +354,7 @@ def start(
     return ended(hub, folder, "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml"))
 
 
-def test_a_recipe_pushes_with_one_field(tiny_model, hub, tmp_path):
+def test_recipe_pushes_with_one_field(tiny_model, hub, tmp_path):
     done = start(hub, tiny_model, tmp_path, "me/recipe")
     assert done.returncode == 0, done.stderr[-3000:]
     files = hub.recorded.files("me/recipe")
@@ -366,9 +364,7 @@ def test_a_recipe_pushes_with_one_field(tiny_model, hub, tmp_path):
     assert not [path for path, content in files.items() if TOKEN.encode() in content]
 
 
-def test_a_last_push_that_fails_costs_neither_the_model_nor_what_a_run_ends_with(
-    tiny_model, hub, tmp_path
-):
+def test_failed_last_push_keeps_model_and_summary(tiny_model, hub, tmp_path):
     done = start(hub, tiny_model, tmp_path, "me/shut")
     assert done.returncode == 1
     assert "Reward curve: " in done.stdout and (tmp_path / "run" / "summary.json").exists()
@@ -381,7 +377,7 @@ def test_a_last_push_that_fails_costs_neither_the_model_nor_what_a_run_ends_with
     assert (tmp_path / "run" / "model.safetensors").exists() and hub.recorded.of("me/shut") == []
 
 
-def test_a_run_whose_hub_cannot_be_reached_ends_before_it_has_begun(tiny_model, tmp_path):
+def test_unreachable_hub_ends_run_before_training(tiny_model, tmp_path):
     nowhere = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
     done = start(nowhere, tiny_model, tmp_path, "me/nowhere")
     assert done.returncode == 1
@@ -393,7 +389,7 @@ def test_a_run_whose_hub_cannot_be_reached_ends_before_it_has_begun(tiny_model, 
     assert not (tmp_path / "run" / "run_log.jsonl").exists()
 
 
-def test_a_push_that_reaches_no_hub_leaves_the_model_on_disk(tiny_model, tmp_path):
+def test_push_without_hub_leaves_model_on_disk(tiny_model, tmp_path):
     # tests have HF_HUB_OFFLINE set
     trainer = make_trainer(tiny_model, tmp_path, [make_group(tiny_model, 8, 1)])
     with pytest.raises(

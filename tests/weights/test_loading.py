@@ -138,9 +138,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("mode", FULL)
-def test_a_checkpoint_loads_in_transformers_and_is_the_trained_model(
-    saved, before, server_model, mode
-):
+def test_checkpoint_loads_in_transformers_as_trained(saved, before, server_model, mode):
     checkpoint = saved[mode]
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     assert all(
@@ -155,7 +153,7 @@ def test_a_checkpoint_loads_in_transformers_and_is_the_trained_model(
 
 
 @pytest.mark.parametrize("mode", ADAPTERS)
-def test_an_adapter_loads_in_peft_and_is_the_trained_one(saved, before, server_model, mode):
+def test_adapter_loads_in_peft_as_trained(saved, before, server_model, mode):
     checkpoint = saved[mode]
     base = AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, checkpoint.folder)
@@ -174,7 +172,7 @@ def test_an_adapter_loads_in_peft_and_is_the_trained_one(saved, before, server_m
     )
 
 
-def test_the_checkpoints_of_modes_that_share_and_that_send_have_one_form(saved):
+def test_shared_and_sent_checkpoints_have_one_form(saved):
     """So that one of them stands for all at a server that takes minutes to start."""
     forms = []
     for mode in FULL:
@@ -185,9 +183,7 @@ def test_the_checkpoints_of_modes_that_share_and_that_send_have_one_form(saved):
 
 
 @pytest.mark.full  # what is loaded is proven equal above
-def test_a_checkpoint_is_served_by_a_stock_server_and_computes_what_the_trainer_computed(
-    saved, tmp_path
-):
+def test_checkpoint_on_stock_server_equals_trainer(saved, tmp_path):
     checkpoint = saved["colocate"]
     with stock_server(checkpoint.folder, tmp_path) as url:
         assert (
@@ -196,9 +192,7 @@ def test_a_checkpoint_is_served_by_a_stock_server_and_computes_what_the_trainer_
 
 
 @pytest.mark.full
-def test_adapters_are_served_by_a_stock_server_and_compute_what_the_trainer_computed(
-    saved, before, server_model, tmp_path
-):
+def test_adapters_on_stock_server_equal_trainer(saved, before, server_model, tmp_path):
     modules = [f"{mode.replace(' ', '_')}={saved[mode].folder}" for mode in ADAPTERS]
     with stock_server(
         server_model, tmp_path, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules
@@ -211,9 +205,7 @@ def test_adapters_are_served_by_a_stock_server_and_compute_what_the_trainer_comp
             ), mode
 
 
-def test_what_is_saved_of_masters_in_float32_is_the_bfloat16_that_the_server_has(
-    server_model, recording, tmp_path
-):
+def test_run_with_masters_saves_served_bfloat16(server_model, recording, tmp_path):
     with running_server(server_model, tmp_path / "logs", "--dtype", "bfloat16") as server:
         live = Live(MODES["colocate"], server, recording, tmp_path / "run")
         publisher = live.publisher()

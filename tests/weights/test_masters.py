@@ -91,7 +91,7 @@ def relative_error_of_update(optimizer_of, model: PreTrainedModel, gradients=Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_masters_take_the_updates_of_fp32_where_plain_16_bit_weights_lose_them(tiny_model, dtype):
+def test_masters_take_fp32_updates_lost_in_16_bits(tiny_model, dtype):
     masters = relative_error_of_update(
         lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6, fused=True),
         load(tiny_model, dtype),
@@ -105,7 +105,7 @@ def test_masters_take_the_updates_of_fp32_where_plain_16_bit_weights_lose_them(t
     assert not plain < 0.3  # NaN in float16, where Adam's epsilon is 0
 
 
-def test_on_gradients_of_their_own_forward_pass_masters_stay_near_fp32(tiny_model):
+def test_masters_stay_near_fp32_on_own_gradients(tiny_model):
     masters = relative_error_of_update(
         lambda groups: MasterOptimizer(groups, AdamW, lr=1e-6), load(tiny_model)
     )
@@ -116,7 +116,7 @@ def test_on_gradients_of_their_own_forward_pass_masters_stay_near_fp32(tiny_mode
 
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
-def test_gradients_of_eight_micro_batches_are_added_up_in_fp32(tiny_model, checkpointing):
+def test_gradients_of_micro_batches_add_up_in_fp32(tiny_model, checkpointing):
     model, plain = load(tiny_model), load(tiny_model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
@@ -151,7 +151,7 @@ def test_gradients_of_eight_micro_batches_are_added_up_in_fp32(tiny_model, check
 # ---------------------------------------------------------------------------------- as an optimizer
 
 
-def test_a_step_writes_rounded_masters_into_the_parameters_own_memory(tiny_model):
+def test_step_writes_rounded_masters_in_place(tiny_model):
     model = load(tiny_model)
     views = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert (
@@ -170,7 +170,7 @@ def test_a_step_writes_rounded_masters_into_the_parameters_own_memory(tiny_model
         assert torch.equal(parameter, views[name])
 
 
-def test_a_step_computes_the_loss_that_it_is_asked_to_compute(tiny_model):
+def test_step_evaluates_given_loss_closure(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), SGD, lr=0.1)
 
@@ -184,7 +184,7 @@ def test_a_step_computes_the_loss_that_it_is_asked_to_compute(tiny_model):
     assert optimizer.step(loss) < before
 
 
-def test_schedulers_reach_the_wrapped_optimizer_and_zero_grad_clears(tiny_model):
+def test_scheduler_and_zero_grad_reach_inner_optimizer(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.0)
@@ -199,7 +199,7 @@ def test_schedulers_reach_the_wrapped_optimizer_and_zero_grad_clears(tiny_model)
     assert all(parameter.grad is None for parameter in [*model.parameters(), *masters])
 
 
-def test_parameters_in_fp32_take_the_step_that_they_would_take_alone(tiny_model):
+def test_fp32_parameters_step_as_without_masters(tiny_model):
     mixed, exact = load(tiny_model), load(tiny_model)
     for model in (mixed, exact):
         model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().float())
@@ -215,7 +215,7 @@ def test_parameters_in_fp32_take_the_step_that_they_would_take_alone(tiny_model)
     assert optimizers[0].inner.param_groups[0]["params"][-1] is mixed.model.norm.weight
 
 
-def test_what_something_else_writes_to_the_parameters_is_kept(tiny_model):
+def test_foreign_write_to_parameters_is_kept(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)
     backward(model, DATA[:4])
@@ -247,7 +247,7 @@ class Counting(SGD):
         return super().step(closure)
 
 
-def test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpoints(tiny_model):
+def test_optimizer_group_state_survives_checkpoint(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), Counting, lr=0.1)
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpo
     assert (resumed.param_groups[0]["k"], resumed.param_groups[0]["lr"]) == (4, 0.01)
 
 
-def test_offloaded_masters_are_stepped_by_the_cores_of_their_process(tiny_model, monkeypatch):
+def test_offloaded_masters_step_on_own_cores(tiny_model, monkeypatch):
     stepped_by = []
 
     class Noting(SGD):
@@ -303,7 +303,7 @@ def test_offloaded_masters_are_stepped_in_parts(sizes, parts, in_flight, monkeyp
     assert masters.gradients_in_flight(sizes) == in_flight
 
 
-def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model):
+def test_gradient_scaler_works_on_fp16_with_masters(tiny_model):
     scaled, exact = load(tiny_model, torch.float16), load(tiny_model, torch.float16)
     optimizer, reference = (MasterOptimizer(groups_of(one), SGD, lr=0.1) for one in (scaled, exact))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -323,7 +323,7 @@ def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model
 
 @pytest.mark.parametrize("part", [masters.PART, 2000], ids=["at once", "in parts"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_offloaded_masters_take_the_same_steps(tiny_model, device, part, monkeypatch):
+def test_offloaded_masters_take_same_steps(tiny_model, device, part, monkeypatch):
     monkeypatch.setattr(masters, "PART", part)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -392,9 +392,7 @@ def masters_of(trainer: MasterTrainer) -> MasterOptimizer:
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd"])
-def test_a_resumed_run_ends_with_masters_state_and_weights_of_one_that_was_not_interrupted(
-    tiny_model, tmp_path, optim
-):
+def test_resumed_run_ends_like_unbroken_one(tiny_model, tmp_path, optim):
     straight = make_trainer(tiny_model, tmp_path, optim=optim, save_steps=3)
     straight.train()
     resumed = make_trainer(tiny_model, tmp_path, optim=optim, save_strategy="no")
@@ -414,7 +412,7 @@ def test_a_resumed_run_ends_with_masters_state_and_weights_of_one_that_was_not_i
     assert masters_of(straight).param_groups[1]["weight_decay"] == 0.0
 
 
-def test_loading_sets_the_parameters_to_the_rounded_masters(tiny_model):
+def test_loading_rounds_masters_into_parameters(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)
     saved = {
@@ -429,7 +427,7 @@ def test_loading_sets_the_parameters_to_the_rounded_masters(tiny_model):
     )
 
 
-def test_a_checkpoint_without_masters_is_taken_over(tiny_model, caplog):
+def test_checkpoint_without_masters_is_taken_over(tiny_model, caplog):
     model = load(tiny_model)
     plain = AdamW(groups_of(model), lr=1e-2)
     backward(model, DATA[:4])
@@ -444,7 +442,7 @@ def test_a_checkpoint_without_masters_is_taken_over(tiny_model, caplog):
     assert_rounded(model, optimizer)
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tiny_model):
+def test_checkpoint_of_other_model_is_wholly_refused(tiny_model):
     optimizer = MasterOptimizer(groups_of(load(tiny_model)), AdamW, lr=1e-2)
     before = flat(optimizer.state_dict()["masters"])
     saved = optimizer.state_dict()
@@ -455,7 +453,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tiny
     assert torch.equal(flat(optimizer.state_dict()["masters"]), before)
 
 
-def test_optimizers_that_cannot_have_masters_are_refused(tiny_model, tmp_path):
+def test_optimizers_unfit_for_masters_are_refused(tiny_model, tmp_path):
     model = load(tiny_model)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     finished = Trainer(model, args, optimizers=(SGD(model.parameters(), lr=1.0), None))
@@ -504,7 +502,7 @@ def main(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_the_weights_of_one(tiny_model, tmp_path):
+def test_two_processes_end_with_weights_of_one(tiny_model, tmp_path):
     launch_two(tmp_path, __name__, tiny_model)
     alone = make_trainer(tiny_model, tmp_path / "one", gradient_accumulation_steps=4, **SUM_OF_FOUR)
     alone.train()

@@ -109,9 +109,7 @@ def environment(live: Live, folder: Path) -> Iterator[str]:
 
 @pytest.mark.timeout(1800 if FULL else 1200)  # a minute on two idle cores
 @pytest.mark.parametrize("live", AGREEING, indirect=True)
-def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(
-    live: Live, tmp_path
-):
+def test_server_and_trainer_agree_under_load(live: Live, tmp_path):
     restarts = live.mode.vllm_mode == "restart"
     every = 1
     steps = PUBLISHES
@@ -216,7 +214,7 @@ def matches(sampled: Sampled, scored: torch.Tensor, publisher) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("live", FULL_WEIGHTS, indirect=True)
-def test_a_request_in_flight_has_the_old_weights_before_the_publish_and_the_new_ones_after_it(
+def test_request_in_flight_switches_to_new_weights(
     live: Live,
 ):
     publisher = live.publisher(probe_every_n_steps=0)
@@ -231,7 +229,7 @@ def test_a_request_in_flight_has_the_old_weights_before_the_publish_and_the_new_
 
 
 @pytest.mark.parametrize("live", ADAPTERS, indirect=True)
-def test_a_request_in_flight_keeps_its_adapter_through_a_publish(live: Live):
+def test_request_in_flight_keeps_its_adapter(live: Live):
     publisher = live.publisher(probe_every_n_steps=0)
     with live.trainer(publisher) as trainer:
         sampled, (old, new) = sample_across(trainer, live, publishes=1)
@@ -242,7 +240,7 @@ def test_a_request_in_flight_keeps_its_adapter_through_a_publish(live: Live):
 
 
 @pytest.mark.parametrize("live", ["nccl_lora", "colocate with an adapter"], indirect=True)
-def test_a_request_whose_adapter_is_overwritten_goes_from_its_version_to_the_one_after_the_next(
+def test_request_of_overwritten_adapter_skips_version(
     live: Live,
 ):
     publisher = live.publisher(probe_every_n_steps=0)
@@ -260,7 +258,7 @@ def test_a_request_whose_adapter_is_overwritten_goes_from_its_version_to_the_one
 
 
 @pytest.mark.parametrize("live", ["lora"], indirect=True)
-def test_a_request_keeps_an_adapter_of_files_through_two_publishes(live: Live):
+def test_request_keeps_file_adapter_over_two_publishes(live: Live):
     publisher = live.publisher(probe_every_n_steps=0)
     with live.trainer(publisher) as trainer:
         sampled, (old, _, new) = sample_across(trainer, live, publishes=2)
@@ -271,7 +269,7 @@ def test_a_request_keeps_an_adapter_of_files_through_two_publishes(live: Live):
 
 
 @pytest.mark.parametrize("live", [name for name in MODES if name != "restart"], indirect=True)
-def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_same_versions(
+def test_second_training_sees_no_cache_of_first(
     live: Live,
 ):
     publisher = live.publisher()
@@ -339,7 +337,7 @@ EQUAL_RUNS = [
 
 
 @pytest.mark.parametrize("live", EQUAL_RUNS, indirect=True)
-def test_a_run_is_the_same_whatever_carries_its_weights(live: Live, alone):
+def test_run_is_equal_in_every_mode(live: Live, alone):
     publisher = live.publisher(sync_every_n_steps=3 if live.mode.vllm_mode == "restart" else 1)
     with live.trainer(publisher, **EQUAL_STEPS) as trainer:
         run = train(trainer)
@@ -370,7 +368,7 @@ def say(live: Live, route: str, **body) -> str:
 
 
 @pytest.mark.parametrize("live", ADAPTERS, indirect=True)
-def test_every_route_samples_from_the_adapter_that_is_trained(live: Live):
+def test_all_routes_sample_from_trained_adapter(live: Live):
     with live.trainer(live.publisher(probe_every_n_steps=0)) as trainer:
         trainer.policy_publisher.hold()
         publish(trainer, lambda: None)
@@ -385,7 +383,7 @@ def test_every_route_samples_from_the_adapter_that_is_trained(live: Live):
 
 
 @pytest.mark.parametrize("live", ["lora"], indirect=True)
-def test_only_who_has_the_token_loads_and_unloads_adapters(live: Live):
+def test_adapter_routes_need_token(live: Live):
     calls = [
         ("POST", "/v1/load_lora_adapter", {"lora_name": "nobody", "lora_path": "/tmp"}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "nobody"}),

@@ -64,7 +64,7 @@ def large_model(tmp_path_factory) -> tuple[str, int]:
     return str(folder), (folder / "model.safetensors").stat().st_size
 
 
-def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path):
+def test_server_and_trainer_hold_weights_once(server, large_model, tmp_path):
     folder, size = large_model
     assert size >= 100e6
     args = AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True)

@@ -42,19 +42,19 @@ def found() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(("mode", "fault"), STOPPED)
-def test_a_fault_inside_the_server_stops_the_run_and_is_named(found, mode, fault):
+def test_fault_inside_server_stops_run_and_is_named(found, mode, fault):
     kind, name = STOPPED[mode, fault]
     assert found[mode][fault].startswith(kind) and name in found[mode][fault]
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
-def test_a_healthy_run_in_bfloat16_goes_on_before_and_after_every_fault(found, mode):
+def test_healthy_bfloat16_run_goes_on_beside_faults(found, mode):
     healthy = {name: told for name, told in found[mode].items() if name.startswith("nothing")}
     assert len(healthy) > 6 and set(healthy.values()) == {""}, healthy
     assert found[mode]["limit"] == "0.1" and found[mode]["complete"] == "True"
 
 
-def test_a_buffer_of_the_checkpoint_is_compared_like_a_parameter():
+def test_checkpoint_buffer_is_compared_too():
     found = plant("GLM-4-MoE", "float32")["server"]
     healthy = {name: told for name, told in found.items() if name.startswith("nothing")}
     assert set(healthy.values()) == {""} and found["complete"] == "True"

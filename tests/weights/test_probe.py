@@ -34,7 +34,7 @@ def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[li
 
 
 @pytest.mark.parametrize("step", [0.02, 0.6, 4.5, 30.0])
-def test_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step):
+def test_probes_keep_time_share_but_run_first_and_last(step):
     found, share = probed(None, step, probe=0.107, steps=2000)
     assert (found[0], found[-1]) == (0, 2000)
     last_one = 0.107 / (2000 * step)  # which is run in any case
@@ -45,7 +45,7 @@ def test_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step
     )
 
 
-def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
+def test_next_probe_waits_for_publishes_and_time():
     schedule = Schedule(None)
     assert schedule.due(0.0, last=False)
     schedule.ran(1.0, 1.0)
@@ -55,13 +55,13 @@ def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
     assert schedule.due(1.0 + 1.01 / MAX_SHARE, last=False)
 
 
-def test_a_number_of_publishes_is_kept():
+def test_fixed_probe_interval_is_kept():
     assert probed(1, step=0.01, probe=0.1, steps=20)[0] == list(range(21))
     assert probed(4, step=0.01, probe=0.1, steps=10)[0] == [0, 4, 8, 10]
     assert probed(0, step=0.01, probe=0.1, steps=10)[0] == []
 
 
-def test_the_first_look_sets_the_bounds_of_the_next_ones_and_never_widens_them():
+def test_first_probe_only_tightens_bounds():
     allowed = Tolerance.of("cuda", torch.bfloat16)
     assert allowed.after(ProbeResult(0.07, 0.02)) == Tolerance(max_abs=3 * 0.07, mean_abs=3 * 0.02)
     assert allowed.after(ProbeResult(0.01, 1e-4)) == Tolerance(max_abs=0.2, mean_abs=3e-2)
@@ -70,7 +70,7 @@ def test_the_first_look_sets_the_bounds_of_the_next_ones_and_never_widens_them()
     assert exact.after(ProbeResult(9e-5, 9e-5)) == exact
 
 
-def test_any_dtype_of_16_bits_widens_the_bounds():
+def test_16_bit_dtype_widens_bounds():
     assert Tolerance.of("cpu", torch.float32, torch.bfloat16) == Tolerance.of("cpu", torch.bfloat16)
     assert Tolerance.of("cuda", torch.float16).max_abs > Tolerance.of("cuda", torch.float32).max_abs
 
@@ -93,11 +93,11 @@ def test_any_dtype_of_16_bits_widens_the_bounds():
     ],
     ids=["learned", "rotary", "stretched", "alibi", "text of a vision model"],
 )
-def test_a_model_has_so_many_positions(config, positions):
+def test_model_positions_are_read_from_config(config, positions):
     assert num_positions(config) == positions
 
 
-def test_the_first_publish_of_another_training_is_probed_again():
+def test_first_publish_of_new_training_is_probed():
     schedule = Schedule(None)
     assert schedule.due(0.0, last=False)
     schedule.ran(1.0, 1.0)
@@ -126,13 +126,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ({FP32}, 2e-3, 2e-2),  # the most that a first probe may show
     ],
 )
-def test_the_limit_of_rounding_is_ten_times_the_first_probe_within_bounds(
-    dtypes, first_mean, limit
-):
+def test_rounding_limit_is_tenfold_first_probe(dtypes, first_mean, limit):
     assert rounding_limit(dtypes, first_mean) == pytest.approx(limit, rel=1e-12)
 
 
-def test_a_difference_of_half_a_nat_in_the_mean_is_beyond_every_limit_of_rounding():
+def test_mean_of_half_nat_exceeds_any_rounding_limit():
     assert max(rounding_limit({BF16}, first / 1000) for first in range(151)) < 0.45
 
 
@@ -146,7 +144,7 @@ def test_a_difference_of_half_a_nat_in_the_mean_is_beyond_every_limit_of_roundin
         ([0.04, None, None, 0.04], [0.04, 0.04]),
     ],
 )
-def test_unusual_differences_are_mentioned_again_once_they_change(means, mentioned):
+def test_changed_unusual_difference_is_told_again(means, mentioned):
     warnings, found = RoundingWarnings(), []
     for mean in means:
         if mean is None:
@@ -156,7 +154,7 @@ def test_unusual_differences_are_mentioned_again_once_they_change(means, mention
     assert found == mentioned
 
 
-def test_every_eighth_probe_is_a_long_one_and_all_of_them_keep_their_share_of_the_time():
+def test_eighth_probe_is_long_within_time_share():
     schedule, now, kinds, spent = Schedule(None), 0.0, [], 0.0
     for publish in range(4000):
         now += 1.0
@@ -171,7 +169,7 @@ def test_every_eighth_probe_is_a_long_one_and_all_of_them_keep_their_share_of_th
 
 
 @pytest.mark.parametrize(("runs", "rows"), [(1, 1), (2, 4)], ids=["as in training", "each sample"])
-def test_probe_scores_what_is_trained_in_turns(tiny_model, tmp_path, runs, rows):
+def test_probe_alternates_training_and_trl_scoring(tiny_model, tmp_path, runs, rows):
     batch = uniform_batch(tiny_model, 4, 4, 0)
     trainer = make_trainer(tiny_model, tmp_path, batch, per_device_train_batch_size=16)
     trainer.train()

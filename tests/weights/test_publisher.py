@@ -91,7 +91,7 @@ def assert_published(publisher: PolicyPublisher, *versions: int) -> None:
     assert publisher.policy_version == publisher.trainer_version
 
 
-def test_a_step_is_one_version_and_one_publish(publisher):
+def test_step_is_one_version_and_one_publish(publisher):
     policy = Policy()
     publisher.begin(policy.optimizer, 7)
     assert_published(publisher, 7)
@@ -101,7 +101,7 @@ def test_a_step_is_one_version_and_one_publish(publisher):
     assert_published(publisher, 8)
 
 
-def test_micro_batches_that_only_accumulate_are_neither_a_version_nor_a_publish(publisher):
+def test_accumulating_micro_batches_publish_nothing(publisher):
     policy = Policy()
     publisher.begin(policy.optimizer, 0)
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_micro_batches_that_only_accumulate_are_neither_a_version_nor_a_publish(
     assert_published(publisher, 1)
 
 
-def test_a_step_that_the_gradient_scaler_skips_is_no_version(publisher):
+def test_step_skipped_by_scaler_is_no_version(publisher):
     policy = Policy()
     publisher.begin(policy.optimizer, 0)
     policy.step()
@@ -127,7 +127,7 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_version(publisher):
     assert publisher.policy_version == 2
 
 
-def test_with_every_second_step_published_the_server_is_up_to_one_version_behind():
+def test_publishing_every_second_step_lags_one_version():
     policy, transfer = Policy(), Nowhere(steps_in_place=False)
     publisher = ServerPublisher(transfer, sync_every_n_steps=2)
     state = SimpleNamespace(global_step=0)

@@ -112,7 +112,7 @@ def another_trainer(server: Server) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_a_mode_of_adapters_needs_an_adapter(lora_server, build, mode):
+def test_adapter_mode_without_adapter_is_refused(lora_server, build, mode):
     with pytest.raises(
         AttachError, match=r"the run has none: set `use_peft: true`.*or use `vllm_mode: colocate`"
     ):
@@ -121,21 +121,21 @@ def test_a_mode_of_adapters_needs_an_adapter(lora_server, build, mode):
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 @pytest.mark.parametrize("ranks", [{"r": 16}, {"r": 4, "rank_pattern": {"q_proj": 16}}])
-def test_a_rank_above_the_servers_is_refused(lora_server, build, mode, ranks):
+def test_lora_rank_above_server_limit_is_refused(lora_server, build, mode, ranks):
     message = r"rank is 16, the server's largest 8: start the server with `--max-lora-rank 16` or more, or lower `lora_r"
     with pytest.raises(AttachError, match=message):
         build(lora_server, mode, adapter(**ranks))
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_modules_that_are_saved_whole_are_refused(lora_server, build, mode):
+def test_modules_saved_whole_are_refused(lora_server, build, mode):
     message = r"`modules_to_save: norm`.* trains whole modules.*Leave `modules_to_save` out, or use `vllm_mode: server`"
     with pytest.raises(RecipeError, match=message):
         build(lora_server, mode, adapter(modules_to_save=["norm"]))
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_an_adapter_of_another_kind_is_refused(lora_server, build, mode):
+def test_non_lora_adapter_is_refused(lora_server, build, mode):
     other = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(
         RecipeError, match=r"type IA3 cannot be served by vLLM.* Use a `LoraConfig`"
@@ -145,7 +145,7 @@ def test_an_adapter_of_another_kind_is_refused(lora_server, build, mode):
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 @pytest.mark.parametrize("setting", ["use_dora", "lora_bias"])
-def test_what_vllm_cannot_serve_of_lora_is_refused_before_the_server_is_asked(build, mode, setting):
+def test_unservable_lora_is_refused_without_server(build, mode, setting):
     nowhere = Server("http://127.0.0.1:1", "token", "never loaded")
     message = rf"`{setting}: True`, .* or use `vllm_mode: server`, which sends merged weights"
     with pytest.raises(RecipeError, match=message):
@@ -153,7 +153,7 @@ def test_what_vllm_cannot_serve_of_lora_is_refused_before_the_server_is_asked(bu
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_an_adapter_of_any_name_is_served(lora_server, build, mode):
+def test_adapter_of_any_name_is_served(lora_server, build, mode):
     """The probe compares what the server samples with the trainer's own log-probabilities."""
     base = AutoModelForCausalLM.from_pretrained(lora_server.model)
     config = adapter(init_lora_weights=False, lora_alpha=4)
@@ -165,7 +165,7 @@ def test_an_adapter_of_any_name_is_served(lora_server, build, mode):
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_a_server_without_adapters_is_refused(server, build, mode):
+def test_server_without_adapters_is_refused(server, build, mode):
     message = r"without adapters: add `--enable-lora --max-lora-rank R`.*trl-atropos serve --vllm_mode nccl_lora"
     with pytest.raises(AttachError, match=message):
         build(server, mode, adapter())
@@ -175,7 +175,7 @@ def test_a_server_without_adapters_is_refused(server, build, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_server_that_another_trainer_holds_is_refused(lora_server, build, mode):
+def test_server_held_by_other_trainer_is_refused(lora_server, build, mode):
     with (
         another_trainer(lora_server),
         pytest.raises(ServerError, match="another trainer holds this server: stop it, or"),
@@ -184,7 +184,7 @@ def test_a_server_that_another_trainer_holds_is_refused(lora_server, build, mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_refused_trainer_leaves_the_server_to_the_next(lora_server, build, mode, other_tokenizer):
+def test_refused_trainer_releases_server(lora_server, build, mode, other_tokenizer):
     with pytest.raises(AttachError):
         build(lora_server, mode, adapter(mode), other_tokenizer)
     with another_trainer(lora_server):
@@ -211,7 +211,7 @@ def test_one_memory_of_other_weights_is_refused(server, build, other_weights):
         build(server, "colocate", model=other_weights)
 
 
-def test_weights_that_are_sent_replace_other_weights(server, make_trainer, build, other_weights):
+def test_sent_weights_replace_other_weights(server, make_trainer, build, other_weights):
     make_trainer().policy_publisher.close()  # puts the server's weights back at the end
     trainer = build(server, "server", model=other_weights)
     trainer.train()
@@ -221,9 +221,7 @@ def test_weights_that_are_sent_replace_other_weights(server, make_trainer, build
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_an_adapter_on_another_base_is_found_out_by_the_first_probe(
-    lora_server, build, mode, other_weights
-):
+def test_adapter_on_other_base_fails_first_probe(lora_server, build, mode, other_weights):
     trainer = build(lora_server, mode, adapter(), other_weights)
     with pytest.raises(
         ProbeError, match="After publishing policy version 0, the server and the trainer disagree"
@@ -234,7 +232,7 @@ def test_an_adapter_on_another_base_is_found_out_by_the_first_probe(
 # ------------------------------------------------------------------------------ servers and the way
 
 
-def test_one_memory_per_process_needs_as_many_servers_as_processes(recording, tmp_path):
+def test_colocated_processes_need_one_server_each(recording, tmp_path):
     servers = Servers(["http://127.0.0.1:1", "http://127.0.0.1:2"], 30, "token")
     publisher = ServerPublisher(transfer_of("colocate", servers, "auto", str(tmp_path)))
     message = r"1 processes and 2 servers: list one URL per process in `vllm_server_base_url`, or start `--num_processes 2`"
@@ -242,7 +240,7 @@ def test_one_memory_per_process_needs_as_many_servers_as_processes(recording, tm
         trainers.make_trainer(publisher, recording, "never loaded", tmp_path)
 
 
-def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build):
+def test_adapter_goes_through_memory_on_request(lora_server, build):
     trainer = build(lora_server, "nccl_lora", adapter(), transport="memory")
     trainer.train()
     publisher = trainer.policy_publisher
@@ -250,7 +248,7 @@ def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build)
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
-def test_a_server_that_computes_otherwise_is_refused(lora_server, build):
+def test_server_of_other_numerics_is_refused(lora_server, build):
     with pytest.raises(
         AttachError, match=r"start the server by `trl-atropos serve --numerics float32_head`"
     ):
@@ -273,7 +271,7 @@ def test_nccl_without_gpus_is_refused(lora_server, build, mode):
         ("auto", "here", "cuda", "weights go from GPU to GPU or from CPU to CPU"),
     ],
 )
-def test_weights_cannot_go_where_nothing_leads(asked, machine, device, told):
+def test_impossible_transport_is_refused(asked, machine, device, told):
     infos = [SimpleNamespace(machine=machine_id(), device="cpu", device_uuids=()) for _ in range(2)]
     infos[1].device, infos[1].machine = device, machine_id() if machine == "here" else machine
     with pytest.raises(AttachError, match=told):
@@ -281,7 +279,7 @@ def test_weights_cannot_go_where_nothing_leads(asked, machine, device, told):
 
 
 @pytest.mark.slow
-def test_a_trainer_notices_that_its_server_was_replaced(server_model, recording, tmp_path):
+def test_trainer_notices_replaced_server(server_model, recording, tmp_path):
     with running_server(server_model, tmp_path / "first") as first:
         publisher = make_publisher(first, tmp_path)
         trainer = trainers.make_trainer(publisher, recording, server_model, tmp_path, max_steps=1)

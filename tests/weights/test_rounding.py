@@ -224,7 +224,7 @@ def test_gradients_in_16_bits_stay_near_float64(tiny_model, tmp_path, name):
 # What torch's kernels for the CPU would add in 16 bits: an embedding, layer norms, and the biases
 # of experts.
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "GPT-NeoX", "GPT-OSS"])
-def test_gradients_are_added_over_many_tokens_in_float32(tmp_path, family):
+def test_gradients_of_many_tokens_add_in_float32(tmp_path, family):
     make_model(FAMILIES[family], tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64).double()

@@ -74,9 +74,7 @@ def forget_run(checkpoint: Path) -> None:
     file.write_text(json.dumps(state))
 
 
-def test_new_run_beside_the_checkpoints_of_another_is_refused_with_both_ways_out(
-    make, used, earlier
-):
+def test_new_run_beside_old_checkpoints_is_refused(make, used, earlier):
     with pytest.raises(RecipeError) as refused:
         make(used, max_steps=1, learning_rate=NEW).train()
     assert "checkpoints of an earlier run (checkpoint-3, checkpoint-2, checkpoint-1)" in str(
@@ -93,9 +91,7 @@ def test_new_run_beside_the_checkpoints_of_another_is_refused_with_both_ways_out
     )
 
 
-def test_new_run_that_moves_checkpoints_aside_is_the_one_that_a_resume_continues(
-    make, used, earlier
-):
+def test_run_moving_checkpoints_aside_is_resumed(make, used, earlier):
     make(used, max_steps=1, learning_rate=NEW, move_checkpoints_aside=True).train()
     assert steps_in(used) == [1] and steps_in(used / "checkpoints-before-1") == [1, 2, 3]
     assert equal(used / "checkpoints-before-1/checkpoint-3", earlier / "checkpoint-3")
@@ -107,7 +103,7 @@ def test_new_run_that_moves_checkpoints_aside_is_the_one_that_a_resume_continues
     assert steps_in(used) == [1] and steps_in(used / "checkpoints-before-2") == [1, 2]
 
 
-def test_resume_passes_over_a_higher_checkpoint_of_another_run(make, tmp_path, earlier, caplog):
+def test_resume_skips_higher_checkpoint_of_other_run(make, tmp_path, earlier, caplog):
     make(tmp_path, max_steps=1, learning_rate=NEW).train()
     shutil.copytree(earlier / "checkpoint-3", tmp_path / "checkpoint-3")
     with caplog.at_level(logging.INFO, "trl_atropos"):
@@ -127,7 +123,7 @@ def test_resume_passes_over_a_higher_checkpoint_of_another_run(make, tmp_path, e
         make(tmp_path, max_steps=9).train(resume_from_checkpoint=True)
 
 
-def test_resume_after_going_back_does_not_take_the_steps_that_were_abandoned(make, used, caplog):
+def test_resume_skips_steps_abandoned_by_going_back(make, used, caplog):
     back = make(used, max_steps=2, save_steps=4, learning_rate=NEW)
     back.train(resume_from_checkpoint=str(used / "checkpoint-1"))  # saves at the end, step 2
     assert steps_in(used) == [1, 2, 3]
@@ -146,9 +142,7 @@ def test_resume_after_going_back_does_not_take_the_steps_that_were_abandoned(mak
     assert len({name for name, _ in path}) == 3
 
 
-def test_folder_without_the_name_of_its_run_resumes_from_checkpoints_of_one_run_alone(
-    make, used, tmp_path
-):
+def test_folder_without_run_name_resumes_single_run(make, used, tmp_path):
     (used / ".run.json").unlink()
     make(used, max_steps=4).train(resume_from_checkpoint=True)
     assert steps_in(used) == [1, 2, 3, 4]
@@ -161,7 +155,7 @@ def test_folder_without_the_name_of_its_run_resumes_from_checkpoints_of_one_run_
         make(used, max_steps=12).train(resume_from_checkpoint=True)
 
 
-def test_checkpoint_without_the_name_of_its_run_is_taken_with_a_warning(make, used, caplog):
+def test_checkpoint_without_run_name_warns_on_resume(make, used, caplog):
     for step in (1, 2, 3):
         forget_run(used / f"checkpoint-{step}")
     (used / ".run.json").unlink()
@@ -179,14 +173,14 @@ def test_checkpoint_without_the_name_of_its_run_is_taken_with_a_warning(make, us
 
 
 @pytest.mark.parametrize("max_steps", [LAST, LAST - 1])
-def test_run_with_no_steps_left_after_its_checkpoint_is_refused(make, used, max_steps):
+def test_resume_without_steps_left_is_refused(make, used, max_steps):
     with pytest.raises(
         RecipeError, match=f"`max_steps` is {max_steps}, .*checkpoint-3 has 3 steps.* above 3"
     ):
         make(used, max_steps=max_steps).train(resume_from_checkpoint=True)
 
 
-def test_checkpoint_that_was_not_written_to_its_end_keeps_no_new_run_away(make, tmp_path):
+def test_torn_checkpoint_does_not_block_new_run(make, tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1/model.safetensors").write_text("torn")
     make(tmp_path, max_steps=1).train()
@@ -212,5 +206,5 @@ A, B, C = ["a", 0], ["b", 100], ["c", 120]
         ([], 150, [["n", 100]], False),
     ],
 )
-def test_past_of_a_run_are_the_checkpoints_that_its_branches_began_from(path, step, run, past):
+def test_past_of_run_follows_its_branches(path, step, run, past):
     assert is_past(path, step, run) is past

@@ -100,9 +100,7 @@ UNSAVABLE: dict[str, tuple[Callable[[dict[str, Any]], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNSAVABLE)
-def test_what_saving_refuses_is_refused_before_the_first_step(
-    name, tiny_model, tmp_path, monkeypatch
-):
+def test_unsavable_part_is_refused_before_first_step(name, tiny_model, tmp_path, monkeypatch):
     spoil, what, fix = UNSAVABLE[name]
     given = parts(tiny_model, tmp_path)
     spoil(given)
@@ -118,9 +116,7 @@ def test_what_saving_refuses_is_refused_before_the_first_step(
     assert trainer.state.global_step <= 1
 
 
-def test_output_folder_where_nothing_can_be_written_is_refused_before_the_first_step(
-    tiny_model, tmp_path
-):
+def test_unwritable_output_folder_is_refused_early(tiny_model, tmp_path):
     given = parts(tiny_model, tmp_path)
     (tmp_path / "run").write_text("a file")
     with pytest.raises(
@@ -139,7 +135,7 @@ SIZED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_room_for_one_checkpoint_is_needed_and_no_more(name, tiny_model, tmp_path, monkeypatch):
+def test_disk_needs_room_for_exactly_one_checkpoint(name, tiny_model, tmp_path, monkeypatch):
     """Compared with what a checkpoint takes: its tensors, as files have them."""
     settings = dict(SIZED[name])
     peft_config = settings.pop("peft_config", None)
@@ -162,7 +158,7 @@ def test_room_for_one_checkpoint_is_needed_and_no_more(name, tiny_model, tmp_pat
     assert refused.value.code == "disk"
 
 
-def test_checkpoints_that_are_there_count_as_room(tiny_model, tmp_path, monkeypatch):
+def test_existing_checkpoints_count_as_room(tiny_model, tmp_path, monkeypatch):
     old = tmp_path / "run" / "checkpoint-7"
     old.mkdir(parents=True)
     (old / "model.safetensors").write_bytes(bytes(10 << 20))
@@ -171,9 +167,7 @@ def test_checkpoints_that_are_there_count_as_room(tiny_model, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_adapter_needs_the_bases_generation_config_only_where_it_is_merged(
-    merges, tiny_model, tmp_path
-):
+def test_generation_config_matters_only_when_merged(merges, tiny_model, tmp_path):
     """With `restart`, the server gets a whole model."""
     given = parts(tiny_model, tmp_path, **{"vllm_mode": "restart"} if merges else {})
     sample_greedily(given)

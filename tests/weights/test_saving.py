@@ -36,7 +36,7 @@ def whole(folder: Path) -> list[int]:
     return sorted(whole_checkpoints(str(folder)))
 
 
-def test_an_older_checkpoint_of_the_same_step_is_replaced_as_a_whole(trainer, tmp_path):
+def test_checkpoint_of_same_step_is_wholly_replaced(trainer, tmp_path):
     old = tmp_path / "run/checkpoint-2"
     old.mkdir(parents=True)
     (old / "model-00001-of-00002.safetensors").write_text("of another run")
@@ -45,7 +45,7 @@ def test_an_older_checkpoint_of_the_same_step_is_replaced_as_a_whole(trainer, tm
     assert whole(tmp_path / "run") == [2]
 
 
-def test_what_keeps_a_checkpoint_from_the_disk_ends_the_training(trainer, tmp_path):
+def test_unwritable_checkpoint_ends_training(trainer, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint-2").write_text("in the way")
     run = trainer(max_steps=6, save_steps=2)
@@ -57,7 +57,7 @@ def test_what_keeps_a_checkpoint_from_the_disk_ends_the_training(trainer, tmp_pa
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_what_fails_while_it_is_written_leaves_nothing(trainer, tmp_path, error):
+def test_interrupted_checkpoint_leaves_nothing(trainer, tmp_path, error):
     run = trainer(max_steps=2, save_steps=2)
 
     def fail(*_) -> None:
@@ -100,9 +100,7 @@ IN_THE_MIDDLE: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("settings", "said"), IN_THE_MIDDLE)
-def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(
-    trainer, caplog, settings, said
-):
+def test_mid_batch_save_warns_once_of_untrained_part(trainer, caplog, settings, said):
     caplog.set_level(logging.WARNING, logger="trl_atropos.batches.schedule")
     trainer(max_steps=4, **{"per_device_train_batch_size": 4} | settings).train()
     told = [
@@ -114,7 +112,7 @@ def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(
     assert said is None or re.search(said, told[0]), told
 
 
-def test_resume_in_the_middle_of_a_batch_says_what_it_leaves_out(trainer, tmp_path, caplog):
+def test_mid_batch_resume_warns_of_untrained_part(trainer, tmp_path, caplog):
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "save_steps": 1}
     trainer(max_steps=1, **settings).train()
     caplog.set_level(logging.WARNING, logger="trl_atropos.training.supply")
@@ -156,9 +154,7 @@ def main(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_write_one_checkpoint_and_hear_both_of_what_kept_it_from_the_disk(
-    tiny_model, tmp_path
-):
+def test_two_ranks_share_checkpoint_and_save_error(tiny_model, tmp_path):
     record(
         tmp_path / "rollouts.jsonl", *[uniform_batch(tiny_model, 8, 2, seed) for seed in range(6)]
     )

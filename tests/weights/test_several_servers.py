@@ -116,14 +116,14 @@ def test_one_trainer_publishes_to_two_servers(two_servers, mode, adapted, record
     assert publisher.servers.each(lambda client: client.info().policy_version) == [STEPS, STEPS]
 
 
-def test_full_weights_take_the_place_of_a_former_trainers_adapter(two_servers, recording, tmp_path):
+def test_full_weights_replace_former_adapter(two_servers, recording, tmp_path):
     train(two_servers, "nccl_lora", True, recording, tmp_path)
     train(two_servers, "server", False, recording, tmp_path)
 
 
 @pytest.mark.full  # `test_one_memory_is_no_way_to_two_workers_...` sends both, too
 @pytest.mark.parametrize(("mode", "adapted"), [("server", True), ("nccl_lora", True)])
-def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, recording, tmp_path):
+def test_weights_reach_both_workers(two_workers, mode, adapted, recording, tmp_path):
     publisher = train([two_workers], mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
 
@@ -164,12 +164,12 @@ def test_workers_with_each_others_shard_are_found(two_workers, name, recording, 
     ("mode", "adapted"),
     [pytest.param("server", False, marks=pytest.mark.full), ("nccl_lora", True)],
 )
-def test_weights_reach_both_copies_of_a_server(two_copies, mode, adapted, recording, tmp_path):
+def test_weights_reach_both_copies(two_copies, mode, adapted, recording, tmp_path):
     publisher = train_both(two_copies, mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
 
 
-def test_the_memory_of_one_copy_is_no_way_to_the_other(two_copies, recording, tmp_path, caplog):
+def test_two_copies_fall_back_to_sent_weights(two_copies, recording, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         publisher = train_both(two_copies, "colocate", False, recording, tmp_path)
     assert type(publisher.transfer).__name__ == "FullWeights"
@@ -201,7 +201,7 @@ def sampled_by_engine(server: Server) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("adapted", "transfer"), [(False, "FullWeights"), (True, "MemoryLora")])
-def test_one_memory_is_no_way_to_two_workers_and_a_copy_is_announced(
+def test_two_workers_fall_back_to_announced_copy(
     two_workers, adapted, transfer, recording, tmp_path, caplog
 ):
     with caplog.at_level(logging.WARNING):

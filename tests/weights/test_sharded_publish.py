@@ -271,7 +271,7 @@ def run(
 
 
 # Before `pair` has started its two servers, for which there would be no memory beside these.
-def test_two_servers_in_16_bits_stay_equal_bit_for_bit(server_model, recording, tmp_path):
+def test_two_16_bit_servers_stay_exactly_equal(server_model, recording, tmp_path):
     flags = ("--dtype", "bfloat16")
     with servers_for(server_model, tmp_path, flags, flags) as servers:
         first, second = run("ddp", "share memory", servers, recording, tmp_path)
@@ -287,9 +287,7 @@ def test_two_servers_in_16_bits_stay_equal_bit_for_bit(server_model, recording, 
 
 
 @pytest.mark.parametrize("kind", ["zero3"])
-def test_a_server_that_dies_during_a_transfer_ends_all_processes_with_one_error(
-    kind, server_model, recording, tmp_path
-):
+def test_server_death_in_transfer_ends_all_ranks(kind, server_model, recording, tmp_path):
     with servers_for(server_model, tmp_path, ("--vllm_mode", "server")) as servers:
         pids = [
             process.pid for process in (servers[0].api, *servers[0].api.children(recursive=True))
@@ -316,9 +314,7 @@ def pair(server_model, tmp_path_factory) -> Iterator[list[Server]]:
 
 # ZeRO 2 leaves parameters whole, as DDP does; what is gathered of it is in `test_gather.py`.
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.full), "zero3", "fsdp2"])
-def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(
-    kind, pair, recording, tmp_path
-):
+def test_sharded_trainer_publishes_whole_weights(kind, pair, recording, tmp_path):
     ranks = run(kind, "take turns", pair, recording, tmp_path)
     for told in (rank["fault"] for rank in ranks if kind in ("zero3", "fsdp2")):
         found = (
@@ -342,7 +338,7 @@ def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(
         assert largest_difference(model, untrained, samples) > 1e-2, case
 
 
-def test_two_processes_train_the_memories_of_two_servers_as_one_would(pair, recording, tmp_path):
+def test_two_ranks_train_shared_memories_like_one(pair, recording, tmp_path):
     give_back_the_weights(pair, recording, tmp_path)
     told = run("ddp", "share memory", pair, recording, tmp_path)
     job = Job([], "", pair[0].model, recording, str(tmp_path), [])

@@ -86,7 +86,7 @@ def assert_true(
     return tags
 
 
-def test_every_row_is_tagged_with_the_versions_whose_weights_sampled_it(policy, book, server):
+def test_rows_are_tagged_with_sampling_versions(policy, book, server):
     rng = random.Random(0)
     long = Call(lambda: generate(server, PROMPT, 500, n=16))
     # by the version after whose publish they were asked for
@@ -102,16 +102,14 @@ def test_every_row_is_tagged_with_the_versions_whose_weights_sampled_it(policy, 
         assert len([version for version in short if begun < version <= ended]) >= 2
 
 
-def test_completions_that_waited_in_the_engines_queue_are_as_new_as_their_first_token(
-    policy, book, server
-):
+def test_queued_completion_is_as_new_as_first_token(policy, book, server):
     call = Call(lambda: generate(server, PROMPT, 20, n=200))  # the CPU server runs 128 at once
     policy.publish_during(call)
     assert len({begun for begun, _ in assert_true(policy, book, call.result())}) > 1
 
 
 @pytest.mark.parametrize(("route", "stream"), [("completions", True), ("chat/completions", False)])
-def test_completions_of_the_openai_routes_are_known_too(policy, book, server, route, stream):
+def test_completions_of_openai_routes_are_known(policy, book, server, route, stream):
     call = Call(lambda: openai(server, route, 400, n=8, stream=stream))
     policy.publish_during(call)
     assert all(begun < ended for begun, ended in assert_true(policy, book, call.result()))
@@ -119,7 +117,7 @@ def test_completions_of_the_openai_routes_are_known_too(policy, book, server, ro
     assert assert_true(policy, book, later) == [(policy.version, policy.version)] * 2
 
 
-def test_a_row_of_several_turns_is_as_old_as_its_oldest(policy, book, server):
+def test_multi_turn_row_is_as_old_as_oldest_turn(policy, book, server):
     old = policy.version
     (first,) = generate(server, PROMPT, 8)
     policy.publish(old + 1)
@@ -132,7 +130,7 @@ def test_a_row_of_several_turns_is_as_old_as_its_oldest(policy, book, server):
     assert tagged(book, row_of(first, forged)) == [(None, None)]
 
 
-def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy, book, server):
+def test_managed_server_rows_are_known_over_turns(policy, book, server):
     old = policy.version
     client = VLLMServer(
         APIServerConfig(
@@ -173,7 +171,7 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
 
 
 @pytest.mark.parametrize("helped", [True, False])
-def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
+def test_end_turn_avoids_doubled_end_token(server, helped):
     """`end_turn` of the template. Without it, Atropos has the token of the model and that of the
     chat template."""
     client = VLLMServer(
@@ -210,7 +208,7 @@ def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
     )
 
 
-def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
+def test_equal_completions_count_as_oldest(policy, book, server):
     """Nothing tells them apart, so that a row is never taken for newer than it is."""
     old = policy.version
     (first,) = generate(server, PROMPT, 8, temperature=0.0)
@@ -220,7 +218,7 @@ def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
     assert tagged(book, row_of(first), row_of(second)) == [(old, old)] * 2
 
 
-def test_a_row_is_unknown_if_anything_of_it_was_changed(policy, book, server):
+def test_changed_row_is_unknown(policy, book, server):
     (completion,) = generate(server, PROMPT, 8)
     row = row_of(completion)
     assert tagged(book, row) == [(policy.version, policy.version)]
@@ -235,7 +233,7 @@ def test_a_row_is_unknown_if_anything_of_it_was_changed(policy, book, server):
     assert tagged(book, *changed) == [(None, None)] * 5
 
 
-def test_an_aborted_request_leaves_nothing_behind(policy, server):
+def test_aborted_request_leaves_nothing_behind(policy, server):
     def noted() -> int:
         return len(server.control("GET", "/versions").json()["keys"])
 
@@ -247,7 +245,7 @@ def test_an_aborted_request_leaves_nothing_behind(policy, server):
     assert noted() == before
 
 
-def test_the_versions_are_told_in_a_pause(policy, book, server):
+def test_versions_are_told_in_pause(policy, book, server):
     (completion,) = generate(server, PROMPT, 4)
     policy.client.pause()
     try:
@@ -259,7 +257,7 @@ def test_the_versions_are_told_in_a_pause(policy, book, server):
         policy.client.resume(policy.version)
 
 
-def test_only_who_has_the_token_is_told_and_only_about_keys(server):
+def test_versions_route_needs_token_and_valid_keys(server):
     body = {"keys": [completion_key([1], [2], [-1.0]).hex()]}
     assert server.control("POST", "/versions", body, token="wrong").status_code == 401
     nothing = {"versions": [None], "settings": [], "sampled_with": [None]}
@@ -268,7 +266,7 @@ def test_only_who_has_the_token_is_told_and_only_about_keys(server):
         assert server.control("POST", "/versions", wrong).status_code == 400
 
 
-def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(policy, server, caplog):
+def test_unreachable_server_is_named_once(policy, server, caplog):
     (completion,) = generate(server, PROMPT, 4)
     nowhere = f"http://127.0.0.1:{free_port()}"
     both = VersionBook([nowhere, server.url], server.token, timeout=10)
@@ -286,7 +284,7 @@ def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(poli
 # ---------------------------------------------------------------------- what rows were sampled with
 
 
-def test_a_temperature_that_is_not_the_trainers_ends_the_run(policy, server):
+def test_all_rows_at_other_temperature_end_run(policy, server):
     rows = [row_of(completion) for completion in generate(server, PROMPT, 8, n=4, temperature=0.8)]
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     with pytest.raises(
@@ -297,7 +295,7 @@ def test_a_temperature_that_is_not_the_trainers_ends_the_run(policy, server):
     VersionBook([server.url], server.token, timeout=10, temperature=0.8).tag(rows)
 
 
-def test_other_settings_are_warned_about_once_for_each_environment(policy, server, caplog):
+def test_other_settings_warn_once_per_environment(policy, server, caplog):
     settings = {
         "top_p": 0.5,
         "top_k": 20,
@@ -326,7 +324,7 @@ RESHAPING = {
 
 
 @pytest.mark.parametrize("field", RESHAPING)
-def test_fields_that_reshape_the_distribution_are_warned_about(policy, server, caplog, field):
+def test_reshaping_fields_are_warned_about(policy, server, caplog, field):
     """The server's log-probabilities of such tokens are not the policy's."""
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, top_p=0.9)])
@@ -350,7 +348,7 @@ def test_fields_that_reshape_the_distribution_are_warned_about(policy, server, c
     )
 
 
-def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog):
+def test_neutral_fields_are_not_warned_about(policy, server, caplog):
     neutral = {
         "stop_token_ids": [3],
         "min_tokens": 0,
@@ -363,7 +361,7 @@ def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog
     assert "sampled some rollouts with" not in caplog.text
 
 
-def test_a_grammar_of_vllms_own_route_is_warned_about(policy, server, caplog):
+def test_grammar_of_openai_route_is_warned_about(policy, server, caplog):
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     response_format = {
         "type": "json_schema",
@@ -373,7 +371,7 @@ def test_a_grammar_of_vllms_own_route_is_warned_about(policy, server, caplog):
     assert "Environment 0 sampled some rollouts with structured_outputs" in caplog.text
 
 
-def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog):
+def test_few_rows_at_other_temperature_only_warn(policy, server, caplog):
     """An environment may mean it, and a run of hours should not end for it."""
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
     book.tag([row_of(completion) for completion in generate(server, PROMPT, 8)])
@@ -465,7 +463,7 @@ def run_info(policy: MovingPolicy, folder: Path) -> RunInfo:
     )
 
 
-def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, server, tmp_path):
+def test_diagnosis_tells_refusals_of_server(policy, book, server, tmp_path):
     for _ in range(3):
         assert server.generate(prompt={"prompt_token_ids": [64] * 600}).status_code == 400
     api = Api(free_port())
@@ -483,9 +481,7 @@ def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, serve
 
 
 @pytest.mark.slow
-def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(
-    policy, book, server, tmp_path
-):
+def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, tmp_path):
     """What the environment asks for while the trainer trains waits at the server, until the next
     version is there."""
     api = Api(free_port())
@@ -517,9 +513,7 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [240, 24])
-def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(
-    policy, book, server, tmp_path, second
-):
+def test_held_requests_bound_mean_staleness_by_one(policy, book, server, tmp_path, second):
     """What waited begins with the next policy, also where a batch is complete then and taken at
     once. Where two are complete at the same time, as where all completions are as long as they may
     be, the environment asks for two anew: one begins with each policy, and is sampled while the
@@ -551,9 +545,7 @@ def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(
 
 
 @pytest.mark.slow
-def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(
-    policy, book, server, tmp_path
-):
+def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, tmp_path):
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
