@@ -193,7 +193,8 @@ def test_longest_completion_is_read_from_the_script(settings, limit, desk):
         if limit
         else []
     )
-    assert [(finding.code, finding.seen) for finding in examine(argv).findings] == wanted
+    found = [(finding.code, finding.seen) for finding in examine(argv).findings]
+    assert [finding for finding in found if finding[0] != "environment-syntax"] == wanted
 
 
 def test_report_is_no_wider_than_the_terminal(desk, monkeypatch):

@@ -34,6 +34,7 @@ MAY_IMPORT = {
         "train",
         "weights",
     },
+    "embedded": {"recipe", "services", "train"},
     "check": {
         "batches",
         "config",
@@ -209,8 +210,8 @@ def test_rollouts_and_weights_do_not_know_each_other():
 
 
 @pytest.mark.parametrize("room", ["train", "check"])
-def test_top_rooms_are_imported_by_command_line_only(room):
-    assert importers_of(room) <= {room, "cli", "commands"}
+def test_top_rooms_are_imported_by_entry_points_only(room):
+    assert importers_of(room) <= {room, "cli", "commands", "embedded"}
 
 
 def test_functions_fit_one_screen():

@@ -29,7 +29,7 @@ def test_every_flag_of_vllm_is_known():
     line = next(line for line in done.stdout.splitlines() if line.startswith("FLAGS"))
     flags = json.loads(line.removeprefix("FLAGS"))
     assert len(flags) > 200
-    assert unknown_flags([flag for flag in flags if flag != "--help"]) == {}
+    assert unknown_flags([flag for flag in flags if flag != "--help"], "colocate") == {}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_flag_of_vllm_is_known():
     ],
 )
 def test_misspelt_flag_is_found_with_its_correction(flag, meant):
-    (found,) = unknown_flags([flag, "1", "--seed", "3"]).items()
+    (found,) = unknown_flags([flag, "1", "--seed", "3"], "colocate").items()
     assert found == (flag.replace("_", "-"), meant)
 
 
@@ -58,4 +58,9 @@ def test_misspelt_flag_is_found_with_its_correction(flag, meant):
 )
 def test_right_flags_are_known_in_every_spelling(words):
     assert known_flags()
-    assert unknown_flags(words) == {}
+    assert unknown_flags(words, "colocate") == {}
+
+
+def test_flag_of_the_front_is_for_restart_alone():
+    assert unknown_flags(["--drain_timeout", "30"], "restart") == {}
+    assert list(unknown_flags(["--drain_timeout", "30"], "server")) == ["--drain-timeout"]

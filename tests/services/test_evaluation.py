@@ -356,7 +356,7 @@ def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
     evaluations ask them with, if the environment has none."""
     asked_with = []
 
-    def note_token(recipe, services, evaluator) -> None:
+    def note_token(recipe, services, evaluator, callbacks) -> None:
         asked_with.append(evaluator._servers[0].token)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -85,7 +85,7 @@ def _wrong_answer(greet: Callable[[], Any], seen: str) -> Iterator[Finding]:
 
 def _flags(recipe: Recipe) -> Iterator[Finding]:
     """Yields the flags of the server that vLLM does not have."""
-    for flag, meant in unknown_flags(recipe.vllm_flags()).items():
+    for flag, meant in unknown_flags(recipe.vllm_flags(), recipe.training.vllm_mode).items():
         fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
         yield Finding("vLLM has no such flag", f"vllm_args: {flag}", fix, "vllm-flag")
 

@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of our own flags; vLLM parses the others."""
     parser = argparse.ArgumentParser(
         prog="trl-atropos serve",
-        usage="trl-atropos serve MODEL [--vllm_mode MODE] [--numerics NUMERICS] [vLLM's flags]",
+        usage="trl-atropos serve MODEL [--vllm_mode MODE] [--numerics NUMERICS] ...",
         description="Start the vLLM server that environments sample from and a trainer keeps in "
         "step with.",
         epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need "
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
             '`pip install "trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment '
             "with it."
         )
-    _refuse_unknown_flags(parser, given)
+    _refuse_unknown_flags(parser, options.vllm_mode, given)
     stated = DEFAULTS | server_flags(given)
     host = stated["--host"]
     port = stated["--port"]
@@ -132,11 +132,11 @@ def main(argv: list[str] | None = None) -> None:
     run_server()
 
 
-def _refuse_unknown_flags(parser: argparse.ArgumentParser, given: list[str]) -> None:
-    """Ends the process with one line if vLLM would with all of its usage."""
+def _refuse_unknown_flags(parser: argparse.ArgumentParser, mode: str, given: list[str]) -> None:
+    """Ends the process with one line where vLLM would end it with all of its usage."""
     if "--model" in server_flags(given):
         parser.error("write the model without `--model`: `trl-atropos serve MODEL`")
-    for flag, meant in unknown_flags(given).items():
+    for flag, meant in unknown_flags(given, mode).items():
         fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
         parser.error(f"vLLM has no flag `{flag}`. {fix}")
 

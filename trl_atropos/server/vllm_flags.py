@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from trl_atropos.flags import server_flags
+from trl_atropos.modes import MODES
 
 # Where vLLM 0.26 to 0.33 define their flags. A version has some of these files.
 SOURCES = (
@@ -23,6 +24,7 @@ SOURCES = (
     "utils/argparse_utils.py",
     "utils/__init__.py",
 )
+FRONT_FLAGS = {"--drain-timeout"}  # of `front/serve.py`, which stands before vLLM
 # Classes whose fields become flags: `max_log_len` becomes `--max-log-len`.
 FRONT_END = "FrontendArgs"
 
@@ -56,14 +58,16 @@ def _flags_in(tree: ast.Module) -> Iterator[str]:
                     yield f"--{statement.target.id.replace('_', '-')}"
 
 
-def unknown_flags(argv: Iterable[str]) -> dict[str, str | None]:
-    """Returns the flags of a server's command line that vLLM does not have, each with the one that
-    was probably meant. Returns none if nothing is known of vLLM's."""
+def unknown_flags(argv: Iterable[str], mode: str) -> dict[str, str | None]:
+    """Returns the flags of a server's command line that nobody reads, each with the one that was
+    probably meant. `mode` is its `vllm_mode`. Returns none if nothing is known of vLLM's flags."""
     known = known_flags()
     unknown: dict[str, str | None] = {}
     if not known:
         return unknown
     for flag in server_flags(argv):
+        if MODES[mode].restarts_engine and flag in FRONT_FLAGS:
+            continue
         # `--compilation-config.mode 0` is the entry `mode` of the flag's JSON.
         name = flag.partition(".")[0]
         positive = f"--{name.removeprefix('--no-')}"
