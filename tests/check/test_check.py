@@ -283,6 +283,7 @@ def test_real_environment_takes_what_the_run_writes(desk):
     assert {name: told["config"][name] for name in wanted} == wanted
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_real_environment_takes_the_servers_of_a_command(desk):
     told = told_by_an_environment(desk.commanded("", servers=[{"timeout": 77}]), desk.folder)

@@ -123,6 +123,7 @@ def train(model: Path, folder: Path, steps: int) -> None:
     assert json.loads((folder / "run/summary.json").read_text())["steps"] == steps
 
 
+@pytest.mark.full
 @pytest.mark.server
 @pytest.mark.slow(60)
 def test_recipe_trains(untrained, tmp_path):

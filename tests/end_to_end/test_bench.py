@@ -120,9 +120,10 @@ def test_trainers_of_step_benchmark_take_same_step():
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow(50)
+@pytest.mark.full
+@pytest.mark.slow(100)
 @pytest.mark.server
-@pytest.mark.parametrize("sides", ["strict", pytest.param("trl,strict", marks=pytest.mark.full)])
+@pytest.mark.parametrize("sides", ["strict", "trl,strict"])
 def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
     """Our side with a real server, API and environment; TRL's samples by Transformers, for want of
     a GPU."""

@@ -49,7 +49,6 @@ WAYS = [
     "kill the trainer",
 ]
 COVERING = {
-    ("starting the server", "Ctrl-C"),  # which is SIGINT to the launcher, and to all others
     ("inside a pause", "kill the trainer"),
 }
 CASES = [

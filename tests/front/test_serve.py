@@ -287,6 +287,7 @@ def test_engine_starts_use_different_seeds(publish):
     assert len(set(publish.seeds)) == 2
 
 
+@pytest.mark.full
 def test_unservable_checkpoint_is_named_and_undone(front, models, references, tmp_path):
     before = info(front)
     broken = Path(shutil.copytree(models[1], tmp_path / "broken"))

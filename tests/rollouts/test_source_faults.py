@@ -16,7 +16,10 @@ TRAINER_FAULTS = 14  # each kind once
 @pytest.mark.slow(100)
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="follows files by what Linux shows of them")
-@pytest.mark.parametrize(("faults", "flags"), [(FAULTS, []), (TRAINER_FAULTS, ["--trainer"])])
+@pytest.mark.parametrize(
+    ("faults", "flags"),
+    [(FAULTS, []), pytest.param(TRAINER_FAULTS, ["--trainer"], marks=pytest.mark.full)],
+)
 def test_rows_are_accounted_for_after_every_fault(faults, flags):
     # In a process of its own, whose children fork from one that has imported nothing but what they
     # need.

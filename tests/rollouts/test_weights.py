@@ -95,7 +95,8 @@ def test_trained_shares_follow_weights_unlike_api(restartable_api, tiny_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("slow", [0, 1])
 def test_shares_hold_with_slower_environment(slow, restartable_api, tiny_model, tmp_path):
     client = AtroposClient(restartable_api.url, request_timeout=10, batch_timeout=60)
     source = AtroposSource(restartable_api.url, enforce_environment_weights=True)

@@ -258,6 +258,7 @@ def test_killed_environment_is_replaced_at_api(loop):
     loop.pull(3)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_dead_environment_of_two_is_known_by_its_log(loop):
     loop.start_environment("one")  # both wait for the trainer, which makes them log what they do

@@ -50,9 +50,8 @@ RUNS = {
 RUNS |= {f"{TEACHER}, {layout}": (TEACHER, layout) for layout in ("by length", "by tokens")}
 OURS = [name for name, (_, layout) in RUNS.items() if layout != "padded"]  # that is TRL's own
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
-# Four processes once: what a rank takes of a batch does not depend on what is sharded. Two:
-# `test_two_processes.py`.
-COVERING = [("ddp", 4), ("zero3", 2), ("fsdp2", 2)]
+# Two processes of DDP: `test_two_processes.py`. Four take minutes.
+COVERING = [("zero3", 2), ("fsdp2", 2)]
 CASES = [(kind, processes) for kind in KINDS for processes in (2, 4)] if FULL else COVERING
 COMPARED = ("loss", "grad_norm", "reward", "distillation/kl")
 TOLERANCE = 1e-4  # of a loss, and as a share of a gradient norm

@@ -102,6 +102,7 @@ def train(api: Api, model: Path, folder: Path, source: str) -> None:
     environment.join(10)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_wait_beyond_process_group_timeout_is_harmless(
     restartable_api,  # noqa: F811

@@ -597,7 +597,14 @@ def test_reference_copies_whole_adapter(tiny_model, run, tmp_path):
 
 
 @pytest.mark.slow(20)
-@pytest.mark.parametrize("kind", [pytest.param("zero2", marks=pytest.mark.full), "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("zero2", marks=pytest.mark.full),
+        "zero3",
+        pytest.param("fsdp2", marks=pytest.mark.full),
+    ],
+)
 def test_sharded_resume_with_reference_loads_policy(kind, tiny_model, adapter, recording, tmp_path):
     launch(
         kind,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
-DIFFERENT = ("Gemma 2", "GPT-2", "Mixtral", "GPT-OSS", "Mamba 2", "GLM-4-MoE")
+DIFFERENT = ("Gemma 2", "GPT-2", "GPT-OSS", "GLM-4-MoE")
 CHECKED = (
     RUNNING
     if os.environ.get("TRL_ATROPOS_FULL") == "1"

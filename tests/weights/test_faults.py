@@ -332,6 +332,7 @@ def test_trainer_frozen_in_pause_holds_requests(keeper: Keeper, recording, tmp_p
     assert trainer.process.exitcode == 0
 
 
+@pytest.mark.full
 def test_hung_engine_and_killed_trainer_end_server(keeper: Keeper, recording, tmp_path):
     server = keeper.take("nccl_lora")
     processes = Processes.of(server)

@@ -200,7 +200,10 @@ def sampled_by_engine(server: Server) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("adapted", "transfer"), [(False, "FullWeights"), (True, "MemoryLora")])
+@pytest.mark.parametrize(
+    ("adapted", "transfer"),
+    [pytest.param(False, "FullWeights", marks=pytest.mark.full), (True, "MemoryLora")],
+)
 def test_two_workers_fall_back_to_announced_copy(
     two_workers, adapted, transfer, recording, tmp_path, caplog
 ):
