@@ -567,15 +567,22 @@ def test_waiting_requests_begin_at_end_of_run(api, open_source):
 
 
 def test_silence_counts_only_while_somebody_waits(api, open_source, monkeypatch, caplog):
+    caplog.set_level("INFO", "trl_atropos")
     monkeypatch.setattr(diagnosis, "QUIET_WARNING", 1.0)
+    monkeypatch.setattr(diagnosis, "WARNED_AGAIN", 0.5)
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
     time.sleep(1.2)  # a long step
     assert source.poll(4, timeout=0.3) is None
     assert "No batch for" not in caplog.text
-    assert source.poll(4, timeout=1.2) is None
-    assert "No batch for" in caplog.text
+    assert source.poll(4, timeout=2.0) is None
+    messages = [entry for entry in caplog.records if "No batch for" in entry.getMessage()]
+    assert [entry.levelname for entry in messages[:2]] == ["INFO", "WARNING"]
+    assert [entry.getMessage()[:15] for entry in messages[:2]] == [
+        "No batch for 1 ",
+        "No batch for 2 ",
+    ]
 
 
 def test_metrics_name_environments_and_queue_time(api, open_source):

@@ -27,7 +27,9 @@ from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
-QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
+# Seconds without a batch after which the log says what may be wrong, and until it says so again.
+QUIET_WARNING = 30.0
+WARNED_AGAIN = 60.0
 # Share of the length limit. An environment that came so close probably drops its next rollouts.
 NEARLY = 0.95
 RESERVED = 1e-9  # a share of the batch above rounding errors
@@ -85,13 +87,13 @@ class Diagnosis:
     explain_publisher: Callable[[str], str] = str
 
     def __post_init__(self):
-        self.quiet_since = time.monotonic()  # since when somebody waits for a batch
+        self._begin_silence()
         self._histories: dict[int, EnvironmentHistory] = {}  # by number at the API
         self._restarted: float | None = None  # when the API was restarted last
 
     def note(self, batch: Batch) -> None:
         """Remembers which environments sent the batch that has just come."""
-        self.quiet_since = time.monotonic()
+        self._begin_silence()
         for group in batch:
             if group.env_id is None:
                 continue
@@ -108,22 +110,33 @@ class Diagnosis:
         """Forgets the environments of an API that was restarted or reset: it numbers them anew."""
         self._histories.clear()
         self._restarted = time.monotonic()
-        self.quiet_since = time.monotonic()
+        self._begin_silence()
 
     def note_demand(self) -> None:
         """Restarts the silence, because only now somebody waits for a batch."""
-        self.quiet_since = time.monotonic()
+        self._begin_silence()
+
+    def _begin_silence(self) -> None:
+        self.quiet_since = time.monotonic()  # since when somebody waits for a batch
+        self._messages = 0  # about this silence
+        self._next_message = QUIET_WARNING  # seconds after its begin
 
     def warning_is_due(self) -> bool:
-        """Returns whether the log should say why no batch comes: after every minute."""
-        if time.monotonic() - self.quiet_since < QUIET_WARNING:
+        """Returns whether the log should say why no batch comes: after half a minute of silence,
+        and each minute from then on."""
+        silence = time.monotonic() - self.quiet_since
+        if silence < self._next_message:
             return False
-        self.quiet_since = time.monotonic()
+        self._next_message = silence + WARNED_AGAIN
         return True
 
     def warn(self) -> None:
-        reason = self.explain(self.why_quiet())
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, reason)
+        """Logs why no batch comes. The first message of a silence is no warning: an environment's
+        first group takes long, and so do long completions."""
+        seconds = time.monotonic() - self.quiet_since
+        level = logging.INFO if self._messages == 0 else logging.WARNING
+        logger.log(level, "No batch for %.0f s. %s", seconds, self.explain(self.why_quiet()))
+        self._messages += 1
 
     def explain(self, reason: str) -> str:
         """Returns `reason`, and what the inference servers refused to sample, and what the
