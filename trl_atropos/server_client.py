@@ -344,8 +344,9 @@ class ServerClient:
                 f"The server at {self.url} cannot be reached while {phase} "
                 f"({type(error).__name__})",
                 fix="If it died, look at its log; if it runs elsewhere, check "
-                "`vllm_server_base_url`; if there is none, start it by `trl-atropos serve MODEL` "
-                "or `start_vllm: true`.",
+                "`vllm_server_base_url`; if there is none, start it by `trl-atropos serve MODEL`, "
+                "in a recipe by `start_vllm: true`, or from Python by "
+                "`trl_atropos.start_services`.",
             ) from error
 
     def _refused(self, phase: str, reply: Reply) -> ServerError:

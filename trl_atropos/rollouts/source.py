@@ -159,8 +159,8 @@ class AtroposSource:
         """Registers, verifies, and starts the environments. Asks for no batch: the first `GET
         /batch` lets environments in."""
         fix = (
-            "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or set "
-            "`start_atropos: true`."
+            "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or "
+            "in a recipe set `start_atropos: true`."
         )
         absent = (
             f"No Atropos API answered at {self._client.url} within {self.start_timeout:g} s. "
