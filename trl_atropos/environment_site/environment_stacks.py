@@ -48,12 +48,12 @@ def install():
 def _write_tasks(_signum, _frame):
     """Writes the stacks of the tasks that wait. The one that runs is in the stack of its thread."""
     for task in _waiting_tasks():
-        print("Task (most recent call first):", file=_answers)
+        _answers.write("Task (most recent call first):\n")
         for frame in reversed(_frames_of(task)):
             code = frame.f_code
             place = f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}'
-            print(place, file=_answers)
-    print(END, file=_answers)
+            _answers.write(f"{place}\n")
+    _answers.write(f"{END}\n")
 
 
 def _waiting_tasks():
