@@ -1,8 +1,8 @@
 """Reads the scripts of environments with the Python that will run them, and runs nothing of them.
 
-`services.py` calls `mistakes` for each script. A script may be written for a newer Python than this
-one, and import what is installed there only: so that Python compiles it, and looks for the modules
-that it imports.
+`services.py` calls `mistakes` for each script, and asks the same Python what is installed there. A
+script may be written for a newer Python than this one, and import what is installed there only: so
+that Python compiles it, and looks for the modules that it imports.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError as Finding
@@ -54,18 +55,8 @@ print(json.dumps(mistakes))
 def mistakes(spec: EnvironmentSpec, python: str, script: Path) -> Iterator[Finding]:
     """Yields the syntax error of a script, or the modules that it imports and `python` does not
     have. Yields nothing if that Python does not start, which `services.py` reports."""
-    variables = {**os.environ, **spec.variables()}
     try:
-        answer = subprocess.run(
-            [python, "-c", READER, str(script.absolute())],
-            capture_output=True,
-            text=True,
-            env=variables,
-            cwd=spec.cwd,
-            timeout=DEADLINE,
-            check=True,
-        )
-        found = json.loads(answer.stdout.splitlines()[-1])
+        found = ask_python(spec, python, READER, str(script.absolute()))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return
     for kind, line, text in found:
@@ -80,3 +71,24 @@ def mistakes(spec: EnvironmentSpec, python: str, script: Path) -> Iterator[Findi
                 "entry."
             )
             yield Finding(what, place, fix, "environment-import")
+
+
+def ask_python(spec: EnvironmentSpec, python: str, program: str, *words: str) -> Any:
+    """Runs a program of ours with an environment's Python, and returns the JSON that it prints.
+
+    Raises `OSError`, `SubprocessError`, `ValueError` or `IndexError` if that does not work.
+    """
+    variables = dict(os.environ)
+    for name, value in spec.env.items():
+        variables[name] = str(value)
+    answer = subprocess.run(
+        [python, "-", *words],
+        input=program,
+        capture_output=True,
+        text=True,
+        env=variables,
+        cwd=spec.cwd,
+        timeout=DEADLINE,
+        check=True,
+    )
+    return json.loads(answer.stdout.splitlines()[-1])

@@ -8,7 +8,6 @@ calls the three.
 
 import ast
 import contextlib
-import json
 import math
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.check.launch import Case, Launch, refused
-from trl_atropos.check.scripts import mistakes
+from trl_atropos.check.scripts import ask_python, mistakes
 from trl_atropos.check.settings import requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
@@ -208,7 +207,6 @@ def _constant(value: ast.expr | None) -> Any:
 
 # ------------------------------------------------------------------------------------- environments
 
-PYTHON_DEADLINE = 60.0  # seconds; a cold start from a network disk takes some
 PROBE = """import importlib.metadata, importlib.util, json, sys
 installed = {package.name: package.version for package in importlib.metadata.distributions()}
 try:
@@ -308,21 +306,7 @@ def _installed(
 
     Raises `OSError`, `SubprocessError`, `ValueError` or `IndexError` if the Python does not say it.
     """
-    env = dict(os.environ)
-    for name, value in spec.env.items():
-        env[name] = str(value)
-    answer = subprocess.run(
-        [python, "-", module or "json"],
-        input=PROBE,
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=spec.cwd,
-        timeout=PYTHON_DEADLINE,
-        check=True,
-    )
-    last_line = answer.stdout.splitlines()[-1]
-    installed, origin = json.loads(last_line)
+    installed, origin = ask_python(spec, python, PROBE, module or "json")
     return installed, origin
 
 
