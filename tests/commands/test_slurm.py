@@ -7,8 +7,10 @@ No cluster is here: what SLURM itself does with the script is not tested.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -238,4 +240,65 @@ def test_script_is_written_to_output(tmp_path, capsys, monkeypatch):
     slurm(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     assert f"sbatch {tmp_path}/job.sh" in capsys.readouterr().out
-    assert "@" not in (tmp_path / "job.sh").read_text().replace("[@]", "").replace("{@", "")
+    assert not re.search(r"@\w+@", (tmp_path / "job.sh").read_text())
+
+
+# What the last job wrote before its time limit, and what SLURM does then: it ends the job's steps.
+TRAINER = """#!/bin/bash
+echo "$@" >> {told}
+mkdir -p {out}/checkpoint-10 && echo '{{}}' > {out}/checkpoint-10/trainer_state.json
+trap 'echo ended >> {told}; exit 143' TERM
+while [[ " $* " != *" --resume_from_checkpoint "* ]]; do sleep 0.1; done
+"""
+ONE_NODE_PROGRAMS = {
+    "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+    "scontrol": '#!/bin/bash\necho "scontrol $*" >> {told}\nkill -TERM -- -$(ps -o pgid= $PPID)\n',
+}
+
+
+def test_one_node_requeues_before_its_limit_and_resumes(tmp_path, monkeypatch):
+    """SLURM sends USR1 to the script before the time limit. Once the job is requeued, it ends
+    everything by SIGTERM, and runs the script again later."""
+    monkeypatch.chdir(ROOT)
+    programs, told, out = tmp_path / "bin", tmp_path / "told", tmp_path / "out"
+    programs.mkdir()
+    for name, text in {**ONE_NODE_PROGRAMS, "trl-atropos": TRAINER}.items():
+        (programs / name).write_text(text.replace("{told}", str(told)).replace("{out}", str(out)))
+        (programs / name).chmod(0o755)
+    (programs / "trl-atropos").write_text(TRAINER.format(told=told, out=out))
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    recipe = "recipes/gsm8k/colocate.yaml"
+    script = rendered(["--config", recipe, "--nodes", "1", "--output_dir", str(out)])
+    env = os.environ | {"SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=env, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) != 0
+    while "ended" not in told.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    again = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=env | {"SLURM_RESTART_COUNT": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 0
+    first, requeue, ended, second = told.read_text().splitlines()
+    assert first == f"train {recipe} --output_dir {out}"
+    assert (requeue, ended) == ("scontrol requeue 7", "ended")
+    assert second == f"{first} --resume_from_checkpoint true"
+
+
+def test_container_is_a_flag_of_every_step(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for recipe, nodes, steps in (("colocate", "1", 1), ("zero3_72b", "3", 1)):
+        words = ["--config", f"recipes/gsm8k/{recipe}.yaml", "--nodes", nodes]
+        script = rendered([*words, "--container", "nvcr.io/my image:1"])
+        flag = "'--container-image=nvcr.io/my image:1' --container-mounts="
+        assert script.count(flag) == steps
+        assert flag not in rendered(words)

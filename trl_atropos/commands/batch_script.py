@@ -1,7 +1,7 @@
-"""Renders the batch script of `trl-atropos slurm`, for a run over several nodes of a SLURM cluster.
+"""Renders the batch script of `trl-atropos slurm`, for a run on a SLURM cluster.
 
-The script is `slurm.sh`, with values of the recipe and of the command's flags filled in. It does
-what docs/multi-node.md does by hand.
+The script is `slurm.sh` for several nodes and `slurm_one_node.sh` for one, with values of the
+recipe and of the command's flags filled in. The first does what docs/multi-node.md does by hand.
 """
 
 import argparse
@@ -18,18 +18,23 @@ from trl_atropos.flags import parallel, served_rank, server_flags, stated_settin
 from trl_atropos.modes import MODES, Mode
 
 SLURM = """\
-Writes a batch script for a run over several nodes of a SLURM cluster: the first
-nodes train, the others serve. The trainer's settings are the recipe's, with the
-flags that are given here; the servers' flags are its `vllm_args`, and if it has
-none those of the `trl-atropos serve` in its first lines. All nodes must share
-the folder in which the script is submitted, and `output_dir`.
+Writes a batch script for a run on a SLURM cluster. With one node, it is
+`trl-atropos train` with the flags that are given here. With several nodes, the
+first ones train and the others serve: the servers' flags are the recipe's
+`vllm_args`, and if it has none those of the `trl-atropos serve` in its first
+lines. All nodes must share the folder in which the script is submitted, and
+`output_dir`. Before its time limit, the job is requeued, and it goes on from its
+last checkpoint.
 
+  trl-atropos slurm recipes/gsm8k/colocate.yaml --nodes 1 --output job.sh
   trl-atropos slurm recipes/gsm8k/zero3_72b.yaml --nodes 3 --output job.sh
   sbatch job.sh"""
 
 STARTS = ("accelerate launch ", "trl-atropos ")  # of a command in the first lines of a recipe
 OWN_FLAGS = ("--host", "--port", "--vllm_mode")  # of a server, which the script sets
-TEMPLATE = Path(__file__).with_name("slurm.sh")  # with @NAME@ where something is filled in
+# with @NAME@ where something is filled in
+SEVERAL_NODES = Path(__file__).with_name("slurm.sh")
+ONE_NODE = Path(__file__).with_name("slurm_one_node.sh")
 PATIENCE = 3600  # seconds until the last server of a job must answer
 
 
@@ -43,9 +48,10 @@ def slurm_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     head = "default: what the recipe's first lines launch with"
-    add("--nodes", type=int, required=True, metavar="N", help="of the job, at least 2")
+    add("--nodes", type=int, required=True, metavar="N", help="of the job")
     add("--trainer_nodes", type=int, metavar="N", help=f"of these, nodes that train; {head}, or 1")
-    add("--gpus_per_node", type=int, default=8, metavar="N", help="default: %(default)s")
+    add("--gpus_per_node", type=int, metavar="N", help="default: 8, and 1 with --nodes 1")
+    add("--container", metavar="IMAGE", help="run in it, by pyxis' flags of srun")
     add("--config_file", metavar="FILE", help=f"accelerate's, for the trainer; {head}, or DDP")
     add(
         "--output",
@@ -61,6 +67,52 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
     with what your cluster wants (account, partition). Raises `RecipeError` if such a run cannot
     be."""
     recipe = _existing_recipe(words)
+    if options.nodes == 1:
+        return _fill_in(ONE_NODE, _values_of_one_node(options, words, made_by))
+    return _fill_in(SEVERAL_NODES, _values_of_several_nodes(options, recipe, words, made_by))
+
+
+def _fill_in(template: Path, values: dict[str, Any]) -> str:
+    def value(mark: re.Match) -> str:
+        return str(values[mark[1]])
+
+    return re.sub(r"@(\w+)@", value, template.read_text(encoding="utf-8"))
+
+
+def _values_of_one_node(
+    options: argparse.Namespace, words: list[str], made_by: str
+) -> dict[str, Any]:
+    if options.trainer_nodes is not None:
+        raise RecipeError("--trainer_nodes is for several nodes", fix="Leave it out.")
+    recipe, *rest = words[1:]  # behind `--config`
+    if options.config_file:
+        rest = ["--config_file", options.config_file, *rest]
+    values = _values_of_both(options, stated_settings(words), made_by)
+    return values | {"gpus": options.gpus_per_node or 1, "train": shlex.join([recipe, *rest])}
+
+
+def _values_of_both(
+    options: argparse.Namespace, settings: dict[str, Any], made_by: str
+) -> dict[str, Any]:
+    """Returns what both scripts have."""
+    output_dir = str(settings.get("output_dir"))
+    run_name = str(settings.get("run_name") or Path(output_dir).name)
+    container = ""
+    if options.container:
+        image = shlex.quote(f"--container-image={options.container}")
+        container = f'{image} --container-mounts="$PWD:$PWD" --container-workdir="$PWD" '
+    return {
+        "made_by": made_by,
+        "name": shlex.quote(run_name),
+        "bin": shlex.quote(str(Path(sys.executable).parent)),
+        "output_dir": shlex.quote(output_dir),
+        "container": container,
+    }
+
+
+def _values_of_several_nodes(
+    options: argparse.Namespace, recipe: str, words: list[str], made_by: str
+) -> dict[str, Any]:
     # These are for the servers alone.
     server_words, words = values_of("--vllm_args", words)
     settings = stated_settings(words)
@@ -72,10 +124,13 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
     mode = _mode_of(settings)
     flags = _server_flags(settings, _first_with("serve", commands))
     each, _flags = parallel(flags)
-    gpus = options.gpus_per_node
+    gpus = options.gpus_per_node or 8
     if mode.shares_memory:
         what = "With `vllm_mode: colocate`, trainer and server share a device, not a cluster"
-        fix = "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`."
+        fix = (
+            "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`; or take one node "
+            "(`--nodes 1`)."
+        )
         raise RecipeError(what, f"vllm_mode: {mode.name}", fix)
     if not 0 < trainers < options.nodes:
         what = f"Of --nodes {options.nodes}, {trainers} train, and some must train and some serve"
@@ -86,29 +141,18 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
         raise RecipeError(what, fix=fix)
     config_file = options.config_file or _value_of("--config_file", launched)
     model = str(settings.get("model_name_or_path"))
-    output_dir = str(settings.get("output_dir"))
-    run_name = str(settings.get("run_name") or Path(output_dir).name)
-    values = {
+    return _values_of_both(options, settings, made_by) | {
         "nodes": options.nodes,
         "gpus": gpus,
         "trainers": trainers,
         "serving": options.nodes - trainers,
         "each": each,
         "servers": gpus // each,
-        "made_by": made_by,
         "patience": PATIENCE,
-        "name": shlex.quote(run_name),
-        "bin": shlex.quote(str(Path(sys.executable).parent)),
-        "output_dir": shlex.quote(output_dir),
         "serve": shlex.join(["trl-atropos", "serve", model, "--vllm_mode", mode.name, *flags]),
         "launch": _launcher_flags(config_file, trainers, gpus),
         "train": shlex.join(words),
     }
-
-    def value(mark: re.Match) -> str:
-        return str(values[mark[1]])
-
-    return re.sub(r"@(\w+)@", value, TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _existing_recipe(words: list[str]) -> str:

@@ -6,7 +6,10 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
 
 # Made by: @made_by@
 # Nodes that train: @trainers@. Nodes that serve: @serving@, each with @servers@ server(s) of @each@ GPU(s).
@@ -22,7 +25,7 @@ mkdir -p "$OUTPUT"
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # Runs a command on so many nodes, which a list names, beside what else runs there.
-on() { srun --overlap --cpu-bind=none --nodes="$1" --ntasks="$1" --nodelist="$2" "${@:3}"; }
+on() { srun --overlap --cpu-bind=none --nodes="$1" --ntasks="$1" --nodelist="$2" @container@"${@:3}"; }
 
 # A node's first address. If it has several networks, choose the one that the nodes reach each other by.
 address() { on 1 "$1" hostname -I | awk '{ print $1 }'; }
@@ -70,16 +73,29 @@ done
 HEAD=$(address "${NODES[0]}")
 SERVERS=$(IFS=, && echo "${URLS[*]}")
 no_proxy=${no_proxy:+$no_proxy,}127.0.0.1,$(sed 's#http://##g; s#:[0-9]*##g' <<< "$SERVERS")
-# A job that SLURM has requeued goes on from its last checkpoint.
+
+# Five minutes before the time limit, the job is requeued. It goes on from its last checkpoint: `save_steps` says how
+# much is lost.
+requeue() {
+    echo "The time limit is near: job $SLURM_JOB_ID is requeued"
+    scontrol requeue "$SLURM_JOB_ID"
+}
+trap requeue USR1
 RESUME=
 if ((${SLURM_RESTART_COUNT:-0})) && compgen -G "$OUTPUT/checkpoint-*/trainer_state.json" > /dev/null; then
     RESUME="--resume_from_checkpoint true"
 fi
 export HEAD SERVERS RESUME no_proxy
-on "$TRAINERS" "$(IFS=, && echo "${NODES[*]:0:TRAINERS}")" bash -s <<'TRAINER'
+on "$TRAINERS" "$(IFS=, && echo "${NODES[*]:0:TRAINERS}")" bash -s <<'TRAINER' &
 TRL_ATROPOS_TOKEN=$(< "$TOKEN_FILE")
 export TRL_ATROPOS_TOKEN
 exec accelerate launch --quiet @launch@ \
     -m trl_atropos.train @train@ \
     --start_vllm false --vllm_server_base_url "$SERVERS" $RESUME < /dev/null
 TRAINER
+RUN=$!
+STEPS+=("$RUN")
+# A signal ends `wait`, not the run.
+CODE=0
+while wait "$RUN" || CODE=$?; kill -0 "$RUN" 2> /dev/null; do CODE=0; done
+exit "$CODE"
