@@ -50,7 +50,7 @@ from trl_atropos.metrics.timing import (
     Stopwatch,
     bottleneck,
 )
-from trl_atropos.report.progress import LineCallback
+from trl_atropos.report.progress import STAYS, LineCallback
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.probe import Probe
@@ -586,33 +586,23 @@ def test_logs_without_step_name_no_bottleneck():
     assert bottleneck({"reward": 1.0}) is None
 
 
-def test_changed_bottleneck_is_told_after_two_logs():
+def test_bottleneck_is_told_once_after_it_has_stayed():
     waiting, computing = {WAIT: 6.1, COMPUTE: 3.9}, {WAIT: 3.9, COMPUTE: 6.1}
     neither = {WAIT: 4.0, COMPUTE: 4.0, PUBLISH: 2.0}
     lines = LineCallback()
-    seen = [
-        waiting,
-        waiting,
-        computing,
-        waiting,
-        computing,
-        computing,
-        computing,
-        neither,
-        neither,
-        neither,
-    ]
-    told = [lines.changed_bottleneck(logged(**seconds)).partition(":")[0] for seconds in seen]
-    slow, busy = "the environments cannot keep up", "the trainer is the bottleneck"
-    assert told == [
-        slow,
-        "",
-        "",
-        "",
-        "",
-        busy,
-        "",
-        "",
-        "nothing takes half of the step any more",
-        "",
-    ]
+
+    def told(*seen: dict[str, float]) -> list[str]:
+        return [lines.changed_bottleneck(logged(**log)).partition(":")[0] for log in seen]
+
+    quiet = [""] * (STAYS - 1)
+    assert told(*[waiting] * STAYS) == [*quiet, "the environments cannot keep up"]
+    assert told(*[waiting, computing] * 10, waiting) == [""] * 21
+    assert told(*[computing] * STAYS) == [*quiet, "the trainer is the bottleneck"]
+    assert told(*[computing] * 10, waiting, *[computing] * 10) == [""] * 21
+    assert told(*[neither] * STAYS) == [*quiet, "nothing takes half of the step any more"]
+
+
+def test_absent_bottleneck_is_no_news_at_first():
+    lines = LineCallback()
+    logs = logged(**{WAIT: 4.0, COMPUTE: 4.0, PUBLISH: 2.0})
+    assert [lines.changed_bottleneck(logs) for _ in range(2 * STAYS)] == [""] * 2 * STAYS

@@ -42,6 +42,7 @@ LEFT_OUT_FIRST = (
     "speed/trained_tokens_per_second",
     "completions/mean_length",
 )
+STAYS = 5  # logs in a row that have a bottleneck before it is news, so that noise is none
 IN_BAR = ("reward", "rollouts/staleness_mean")
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
@@ -58,6 +59,7 @@ class LineCallback(ProgressCallback):
 
     last_shown: str | None = None  # bottleneck; empty if the last news was that there is none
     previous = ""  # bottleneck in the previous log
+    repeated = 0  # logs in a row that had it
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -84,14 +86,15 @@ class LineCallback(ProgressCallback):
     def changed_bottleneck(self, logs: dict[str, float]) -> str:
         """Returns the bottleneck if it is news, else an empty text.
 
-        The first one is news at once. Another one is news when two logs in a row have it.
+        It is news when `STAYS` logs in a row have it.
         """
         text = bottleneck(logs) or ""
         kind = text.partition(":")[0]  # without its share of the step
-        stays = kind == self.previous
-        self.previous = kind
-        is_first = self.last_shown is None
-        if kind == (self.last_shown or "") or not (is_first or stays):
+        if kind != self.previous:
+            self.previous = kind
+            self.repeated = 0
+        self.repeated += 1
+        if self.repeated < STAYS or kind == (self.last_shown or ""):
             return ""
         self.last_shown = kind
         return text or "nothing takes half of the step any more"
@@ -125,12 +128,8 @@ def format_line(
 
 
 def format_postfix(logs: dict[str, float]) -> str:
-    """Returns the text behind the bar: reward, staleness, and the bottleneck without its share."""
-    parts = _cells(logs, IN_BAR)
-    kind = (bottleneck(logs) or "").partition(":")[0]
-    if kind:
-        parts.append(kind)
-    return ", ".join(parts)
+    """Returns the text behind the bar: reward and staleness."""
+    return ", ".join(_cells(logs, IN_BAR))
 
 
 def _cells(logs: dict[str, float], names: Iterable[str]) -> list[str]:
