@@ -22,7 +22,7 @@ we must. There are three cases:
 
 - The batch serves several optimizer steps, and the weights change between them (`_scores_first`):
   TRL computes them before training, as `old_per_token_logps`.
-- Otherwise each training pass finds the same values. They stay in `training_scores` of the
+- Otherwise each training pass finds the same values. They stay in `scores_of_passes` of the
   `GenerationBatch`, and are compared with the sampler's when the batch is used up.
 - `vllm_importance_sampling_correction: false` corrects nothing. Then the second case has no scores.
 """
@@ -42,12 +42,12 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
-from trl_atropos import distributed as ranks
 from trl_atropos.batches.generation_batch import GenerationBatch, computed_tokens
 from trl_atropos.batches.micro_batches import Batch, Scores, TokenBudget, loss_share
 from trl_atropos.batches.schedule import BatchSchedule
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.metrics.gradients import SIGNAL, GradientCheck
+from trl_atropos.distributed import held_on_main, together
+from trl_atropos.metrics.gradients import GRADIENT_NOT_FINITE, GradientCheck
 from trl_atropos.metrics.monitor import BatchMonitor
 from trl_atropos.metrics.timing import (
     COMPUTE,
@@ -136,7 +136,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         requirements.require_arguments(args, evaluator, kwargs)
-        ranks.together(lambda: require_writable(args.output_dir))
+        together(lambda: require_writable(args.output_dir))
         if rollout_source is None:
             rollout_source = source_of(args)
         self.rollout_source = rollout_source
@@ -151,7 +151,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._schedule = BatchSchedule(args)
         # None if the configuration says how large micro-batches are.
         self._token_budget: TokenBudget | None = None
-        self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
+        self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
         # Of this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
         no_dataset = Dataset.from_dict({"prompt": [""]})
@@ -229,7 +229,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         """Trains as [`~transformers.Trainer`] does. The server samples nothing before it has the
         weights to begin with."""
-        with ranks.held_on_main(lambda: locked(self.args.output_dir)):
+        with held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 checkpoint = starting_checkpoint(self.args, resume_from_checkpoint)
                 self._run_path.path = path_of(checkpoint)
@@ -271,7 +271,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # The optimizer is final now, and its state is not loaded yet.
         if optimizer is None:
             optimizer = self.optimizer
-        self._fresh_groups = checkpoints.groups_of(optimizer)
+        self._configured_groups = checkpoints.groups_of(optimizer)
         return scheduler
 
     def _begin(self, optimizer: Any) -> None:
@@ -328,14 +328,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if "old_per_token_logps" in output:
             self._compare_with_sampler(output)
         elif self.use_vllm:  # the loss corrects for the sampler
-            batch.expect_training_scores(output)
+            batch.keep_scores_of_passes(output)
         return output
 
     def _next_batch(self) -> GenerationBatch:
         """Returns the next generation batch, divided into micro-batches."""
         rollouts = self._supply.next_batch()
-        self.policy_publisher.before_backward()  # here too, for the logs of this step
-        self.policy_publisher.computing()
+        self.policy_publisher.judge_last_publish()  # here too, for the logs of this step
+        self.policy_publisher.let_servers_sleep()
         batch = self._batch_of(rollouts)
         if self.regroups:
             max_tokens = self.args.max_tokens_per_micro_batch
@@ -425,15 +425,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             if not self._batch.is_training:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
-        self._note_training_scores(scores)
+        self._note_scores_of_pass(scores)
         return scores
 
-    def _note_training_scores(self, scores: Scores) -> None:
+    def _note_scores_of_pass(self, scores: Scores) -> None:
         """Notes the log-probabilities of a training pass. Their ratio to the sampler's goes into
         the loss."""
         if self._batch.is_training:
             logprobs, _, _ = scores
-            self._gradients.note_logprobs(self._batch.trained, logprobs)
+            self._gradient_check.note_logprobs(self._batch.current_micro_batch, logprobs)
             self._batch.correct(logprobs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -441,18 +441,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
         the last, whose backward pass TRL does."""
         if return_outputs:
             raise ValueError("GRPO's loss has no outputs to return")
-        self.policy_publisher.before_backward()
+        self.policy_publisher.judge_last_publish()
         *others, last = inputs.get("micro_batches", [inputs])
         losses = []
         divergences = []
         for micro_batch in others:
             is_first = not losses
             with self._measuring_memory(micro_batch, is_first):
-                loss, divergence = self._train_on(model, micro_batch)
+                loss, divergence = self._backward_on(model, micro_batch)
             losses.append(loss)
             divergences.append(divergence)
         loss, divergence = self._micro_batch_loss(model, last)
-        scores = self._batch.training_scores
+        scores = self._batch.scores_of_passes
         ends_batch = self._schedule.ends_batch(self._step + 1)
         if scores is not None and ends_batch:
             # TRL has just read values from the device, and the weights change after, or with
@@ -464,7 +464,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.accelerator.sync_gradients:
             self._token_means.end_step()
         total = loss + sum(losses)
-        self._gradients.note_loss(total)
+        self._gradient_check.note_loss(total)
         return total
 
     def _measuring_memory(self, micro_batch: Batch, is_first: bool) -> AbstractContextManager[None]:
@@ -475,7 +475,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return nullcontext()
         return budget.measured(computed_tokens(micro_batch))
 
-    def _train_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
+    def _backward_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Does the backward pass of a micro-batch, and returns what `_micro_batch_loss` does. The
         loss comes without its graph, which would keep memory."""
         with masters.accumulate_gradients(self.accelerator, model) as backward:
@@ -485,7 +485,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Returns the loss, and the divergence from the teacher if there is one."""
-        with self._batch.training_on(micro_batch):
+        with self._batch.computing_loss_of(micro_batch):
             loss = super().compute_loss(model, micro_batch)
         self._token_means.take(micro_batch)
         loss = loss * loss_share(self.args, len(micro_batch["completion_ids"]))
@@ -532,10 +532,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
         norm = None
         if self._gradient_norm is not None:
             norm = float(self._gradient_norm)
-        if not self._gradients.takes(norm, self.state.global_step + 1, self.accelerator):
+        if not self._gradient_check.allows_step(norm, self.state.global_step + 1, self.accelerator):
             self.optimizer.zero_grad()  # optimizers pass over parameters without a gradient
         if self.accelerator.is_main_process:
-            self._monitor.log({f"health/{SIGNAL}": float(self._gradients.left_out)})
+            left_out = float(self._gradient_check.left_out)
+            self._monitor.log({f"health/{GRADIENT_NOT_FINITE}": left_out})
 
     def _clip_grad_norm(self, model: Module) -> Any:
         """Returns the norm by which `training_step` has clipped."""
@@ -605,7 +606,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Loads the optimizer of a checkpoint, with the settings of this run."""
         if checkpoint is None:
             return
-        with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
+        with checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
         # of DeepSpeed and FSDP, which have loaded it before
         saving.require_adapter_loaded(self, checkpoint)

@@ -21,7 +21,7 @@ from trl_atropos.errors import GradientError
 
 logger = logging.getLogger(__name__)
 
-SIGNAL = "gradient_not_finite"
+GRADIENT_NOT_FINITE = "gradient_not_finite"
 # Above it, the square of the norm is not finite in float32, nor are Adam's second moments.
 LARGEST_NORM = torch.finfo(torch.float32).max ** 0.5
 # of float16's loss scaling, as in DeepSpeed: below it, the values themselves overflow
@@ -68,7 +68,7 @@ class GradientCheck:
         """Keeps the loss of a micro-batch."""
         self._losses.append(loss.detach())
 
-    def takes(self, norm: float | None, step: int, accelerator: Accelerator) -> bool:
+    def allows_step(self, norm: float | None, step: int, accelerator: Accelerator) -> bool:
         """
         Returns whether optimizer step number `step` may be taken: the same on all ranks, whose
         norms are the same.
@@ -116,7 +116,8 @@ class GradientCheck:
         if taken:
             what += ", and DeepSpeed has taken the step; nothing of it was published or saved"
         if taken or self.left_out > self._tolerated:
-            fix += f" Or leave out up to N such steps with `warning_thresholds: {{{SIGNAL}: N}}`."
+            setting = f"warning_thresholds: {{{GRADIENT_NOT_FINITE}: N}}"
+            fix += f" Or leave out up to N such steps with `{setting}`."
             raise GradientError(what, seen, fix)
         logger.warning(
             "%s (seen: %s). The step is left out, as `warning_thresholds` allows for %g steps of a "

@@ -62,10 +62,10 @@ class PolicyPublisher:
     def hold(self) -> None:
         """Stops sampling until `begin`, so that a checkpoint may be loaded into the weights."""
 
-    def begin(self, optimizer: Any, policy_version: int) -> None:
+    def begin(self, optimizer: Any, first_version: int) -> None:
         """Publishes the weights that training starts with, and wraps `optimizer.step` to publish
         all that follow."""
-        self.policy_version = policy_version
+        self.policy_version = first_version
         step = optimizer.step
 
         def counted(*args, **kwargs):
@@ -76,10 +76,10 @@ class PolicyPublisher:
 
         self._wrap_step(optimizer, counted)
 
-    def computing(self) -> None:
+    def let_servers_sleep(self) -> None:
         """Called when the trainer has a batch and needs no samples before the next publish."""
 
-    def before_backward(self) -> None:
+    def judge_last_publish(self) -> None:
         """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
 
     def before_step(self) -> None:

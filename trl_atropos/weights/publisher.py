@@ -5,7 +5,7 @@
 A publish pauses the servers, sends the weights, lets the servers resume, and begins to prove that
 they have the trainer's weights: `Proof` compares fingerprints, and `Probe` log-probabilities. The
 servers resume, and compute their part of the proof, in the background. So a publish is judged only
-before the next backward pass (`before_backward`), which raises if the publish went wrong.
+before the next backward pass (`judge_last_publish`), which raises if the publish went wrong.
 
 If servers and trainer share memory (`Transfer.steps_in_place`), the optimizer's step writes into
 the servers' weights. Then the servers pause before the step, and otherwise after it.
@@ -78,7 +78,7 @@ class Phase(Enum):
     `ServerPublisher`::
 
         SAMPLING --before_step or _pause--> PAUSING --_pause--> PAUSED (or HELD, if `hold` pauses)
-        PAUSED --computing--> ASLEEP
+        PAUSED --let_servers_sleep--> ASLEEP
         PAUSED, HELD or ASLEEP --_resume--> RESUMING --_await_resumed--> SAMPLING
         any --close--> SAMPLING
 
@@ -165,7 +165,11 @@ class ServerPublisher(PolicyPublisher):
         in_place = self.transfer.steps_in_place
         if self.probe_every_n_steps != 0:
             self._probe = Probe(
-                self.servers, trainer, self.probe_every_n_steps, in_place, self._proof.again
+                self.servers,
+                trainer,
+                self.probe_every_n_steps,
+                in_place,
+                prove=self._proof.compare_all_anew,
             )
         if in_place and device.type == "cuda":
             self._backward_ends = _end_of_backward(trainer.model)
@@ -181,8 +185,8 @@ class ServerPublisher(PolicyPublisher):
             return ""
         return problems
 
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        self._trainer_version = policy_version
+    def begin(self, optimizer: Any, first_version: int) -> None:
+        self._trainer_version = first_version
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
@@ -209,7 +213,7 @@ class ServerPublisher(PolicyPublisher):
         else:
             load()
 
-    def before_backward(self) -> None:
+    def judge_last_publish(self) -> None:
         """Judges the last publish: raises if the servers did not resume, have other weights than
         the trainer, or compute other log-probabilities."""
         with self.stopwatch.part(PUBLISH):
@@ -225,7 +229,7 @@ class ServerPublisher(PolicyPublisher):
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
         """Takes an optimizer's `step` and publishes its weights, if a publish is `due` or the
         servers wait for one. Returns what `step` returns."""
-        self.before_backward()
+        self.judge_last_publish()
         steps_in_place = self.transfer.steps_in_place
         # Ctrl-C must not leave weights half written, nor a server paused, which would take its
         # weights for torn.
@@ -296,11 +300,11 @@ class ServerPublisher(PolicyPublisher):
             raise
         self._enter(phase)
 
-    def computing(self) -> None:
+    def let_servers_sleep(self) -> None:
         """Lets the servers sleep: the trainer computes until the next publish."""
         if self.sleep_level and self._phase is not Phase.ASLEEP:
             with deferred(), self.stopwatch.part(PUBLISH):
-                self.before_backward()
+                self.judge_last_publish()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
                 self._enter(Phase.ASLEEP)
@@ -370,7 +374,7 @@ class ServerPublisher(PolicyPublisher):
         last = self._is_last()
 
         def count_and_decide() -> tuple[bool, bool, bool]:
-            due = schedule.due(time.perf_counter(), last)  # counts this publish
+            due = schedule.count_publish(time.perf_counter(), last)
             at_once = last or schedule.publishes == 1
             return due, at_once, schedule.long
 
