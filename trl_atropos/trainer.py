@@ -154,6 +154,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
         # Of this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
+        # Hyperparameters of the optimizer's groups, as this run's settings have made them.
+        self._configured_groups: list[dict[str, Any]] = []
         no_dataset = Dataset.from_dict({"prompt": [""]})
         try:
             super().__init__(
@@ -183,7 +185,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # start a vLLM.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.vllm_generation = None
-        self._last_loaded_step = self.state.global_step
         metrics = self._metrics["train"]
         self._monitor = BatchMonitor(args, self.accelerator, metrics)
         self._token_means = TokenMeans(metrics, self.importance_sampling_level == "sequence")
@@ -423,18 +424,20 @@ class AtroposGRPOTrainer(GRPOTrainer):
             scores = self._batch.score(
                 forward, model, input_ids, attention_mask, logits_to_keep, batch_size
             )
-            if not self._batch.is_training:  # TRL reads values of the batch next
+            if self._batch.current_micro_batch is None:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
         self._note_scores_of_pass(scores)
         return scores
 
     def _note_scores_of_pass(self, scores: Scores) -> None:
-        """Notes the log-probabilities of a training pass. Their ratio to the sampler's goes into
-        the loss."""
-        if self._batch.is_training:
-            logprobs, _, _ = scores
-            self._gradient_check.note_logprobs(self._batch.current_micro_batch, logprobs)
-            self._batch.correct(logprobs)
+        """Notes the log-probabilities of a training pass, whose ratio to the sampler's goes into
+        the loss. Before training, when TRL scores the batch, there is no pass."""
+        micro_batch = self._batch.current_micro_batch
+        if micro_batch is None:
+            return
+        logprobs, _, _ = scores
+        self._gradient_check.note_logprobs(micro_batch, logprobs)
+        self._batch.correct(logprobs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns the loss of a training step. Does the backward pass of all its micro-batches but
@@ -445,9 +448,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         *others, last = inputs.get("micro_batches", [inputs])
         losses = []
         divergences = []
-        for micro_batch in others:
-            is_first = not losses
-            with self._measuring_memory(micro_batch, is_first):
+        for index, micro_batch in enumerate(others):
+            with self._measuring_memory(micro_batch, index):
                 loss, divergence = self._backward_on(model, micro_batch)
             losses.append(loss)
             divergences.append(divergence)
@@ -467,11 +469,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_check.note_loss(total)
         return total
 
-    def _measuring_memory(self, micro_batch: Batch, is_first: bool) -> AbstractContextManager[None]:
+    def _measuring_memory(self, micro_batch: Batch, index: int) -> AbstractContextManager[None]:
         """Has the token budget measure the memory of a micro-batch whose backward pass is done
-        within. The first of a training step would also count the gradients that it allocates."""
+        within. Two of a training step are not measured: the first, which also allocates the
+        gradients, and the last, whose backward pass TRL does elsewhere."""
         budget = self._token_budget
-        if is_first or budget is None or not budget.measures:
+        if index == 0 or budget is None or not budget.measures:
             return nullcontext()
         return budget.measured(computed_tokens(micro_batch))
 

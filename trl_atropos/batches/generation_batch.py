@@ -230,11 +230,6 @@ class GenerationBatch:
 
     # ------------------------------------------------------------------------------------- its loss
 
-    @property
-    def is_training(self) -> bool:
-        """True within a training pass: `current_micro_batch` is its micro-batch."""
-        return self.current_micro_batch is not None
-
     @contextmanager
     def computing_loss_of(self, micro_batch: Batch) -> Iterator[None]:
         """Marks the micro-batch whose loss is computed within, because TRL does not pass it on to
@@ -267,7 +262,7 @@ class GenerationBatch:
         Returns:
             Log-probabilities and entropies, (B, C) each, and the mean auxiliary loss.
         """
-        if self._packs is not None and self.is_training:
+        if self._packs is not None and self.current_micro_batch is not None:
             layout = self.current_micro_batch["layout"]
             return packing.score_packed(forward, model, input_ids, logits_to_keep, layout)
         alike = None

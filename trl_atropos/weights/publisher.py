@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -180,10 +179,11 @@ class ServerPublisher(PolicyPublisher):
     def why_silent(self) -> str:
         if self._phase.is_paused:
             return ""
-        problems = " ".join(self.servers.silence())
-        if self._phase.is_paused:  # a publish has begun meanwhile
+        # This takes seconds. A publish may pause the servers meanwhile, and then silence is right.
+        problems = self.servers.silence()
+        if self._phase.is_paused:
             return ""
-        return problems
+        return " ".join(problems)
 
     def begin(self, optimizer: Any, first_version: int) -> None:
         self._trainer_version = first_version
@@ -199,9 +199,17 @@ class ServerPublisher(PolicyPublisher):
         def step_and_publish(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
+
+            def make_version() -> Any:
+                result = step(*args, **kwargs)
+                # A gradient scaler that found no finite gradient skips the step.
+                if not optimizer.step_was_skipped:
+                    self._trainer_version += 1
+                return result
+
             next_version = self._trainer_version + 1
             due = next_version % self.sync_every_n_steps == 0 or self._is_last()
-            return self._publish(partial(step, *args, **kwargs), optimizer, due)
+            return self._publish(make_version, due)
 
         self._wrap_step(optimizer, step_and_publish)
 
@@ -226,9 +234,10 @@ class ServerPublisher(PolicyPublisher):
         self._probe.begin(self.policy_version)
         return self._judge_probe()
 
-    def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
-        """Takes an optimizer's `step` and publishes its weights, if a publish is `due` or the
-        servers wait for one. Returns what `step` returns."""
+    def _publish(self, change_weights: Callable[[], Any], due: bool = True) -> Any:
+        """Calls `change_weights` and publishes the new weights if that is `due`. Also publishes if
+        the servers are paused: a pause must end in a publish. Returns what `change_weights`
+        returns."""
         self.judge_last_publish()
         steps_in_place = self.transfer.steps_in_place
         # Ctrl-C must not leave weights half written, nor a server paused, which would take its
@@ -237,11 +246,8 @@ class ServerPublisher(PolicyPublisher):
             if steps_in_place:
                 with self.stopwatch.part(PUBLISH):
                     self._pause_for_publish()
-            result = step()
-            # A gradient scaler that found no finite gradient skips the step: then nothing is new.
-            if optimizer is not None and not optimizer.step_was_skipped:
-                self._trainer_version += 1
-            # The step is only queued on the device, and the publish must not overtake it.
+            result = change_weights()
+            # The change is only queued on the device, and the publish must not overtake it.
             _synchronize()
             if due or self._phase.is_paused:
                 with self.stopwatch.part(PUBLISH):
@@ -276,6 +282,12 @@ class ServerPublisher(PolicyPublisher):
             self._writes_when_held = self._count_writes()
             with deferred():
                 self._pause(Phase.HELD)
+
+    def _count_writes(self) -> int:
+        """Returns how often torch has written parameters in place. If the count has risen since
+        `hold`, a checkpoint was loaded. Do not count an optimizer's steps by it: its kernels may
+        write uncounted."""
+        return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     def before_step(self) -> None:
         """Lets the servers pause while the device still computes the gradients of the first
@@ -334,8 +346,10 @@ class ServerPublisher(PolicyPublisher):
     def close(self) -> None:
         """Ends publishing and releases the leases. A server that is paused then goes on with whole
         weights, and exits with torn ones."""
-        unwritten = self._phase is Phase.HELD and self._count_writes() == self._writes_when_held
-        if self._phase is Phase.PAUSING or unwritten:
+        is_unwritten = False
+        if self._phase is Phase.HELD:
+            is_unwritten = self._count_writes() == self._writes_when_held
+        if self._phase is Phase.PAUSING or is_unwritten:
             self._enter(Phase.RESUMING, self.transfer.resume(self.policy_version))
         if self._phase is Phase.RESUMING:
             try:
@@ -345,11 +359,6 @@ class ServerPublisher(PolicyPublisher):
         self._enter(Phase.SAMPLING)
         self.servers.release_leases()
         super().close()
-
-    def _count_writes(self) -> int:
-        """Returns how often parameters were written in place. If the count has risen since `hold`,
-        a checkpoint was loaded. An optimizer's kernels may write without being counted."""
-        return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     # ------------------------------------------------------------------------------------ the proof
 
@@ -371,15 +380,15 @@ class ServerPublisher(PolicyPublisher):
         """Begins a probe if the schedule finds one due after this publish. Judges it at once after
         the first publish and the last."""
         schedule = self._probe.schedule
-        last = self._is_last()
+        is_last = self._is_last()
 
-        def count_and_decide() -> tuple[bool, bool, bool]:
-            due = schedule.count_publish(time.perf_counter(), last)
-            at_once = last or schedule.publishes == 1
-            return due, at_once, schedule.long
+        def decide() -> tuple[bool, bool, bool]:
+            due = schedule.count_publish(time.perf_counter(), is_last)
+            is_first = schedule.publishes == 1
+            return due, is_first or is_last, schedule.long
 
-        # Rank 0 decides: the others' clocks differ, and their schedules do not count.
-        due, at_once, long = on_main(count_and_decide)
+        # Rank 0 decides: clocks of ranks differ, and only its schedule counts publishes.
+        due, at_once, long = on_main(decide)
         if due:
             self._probe.begin(self.policy_version, long)
             if at_once:
