@@ -8,8 +8,8 @@ models compute, `training/evaluation.py` evaluates, and `weights/publisher.py` p
 
 The seam is `_generate_and_score_completions`. TRL's own body still pads, computes the reference
 model's log-probabilities, and logs. It gets the rollouts through its `rollout_func` hook and their
-rewards through a reward function. The trainer sets the advantages, because Atropos groups have
-sizes of their own, a teacher's tensors, and the places of the rollouts in the batch.
+rewards through a reward function. To TRL's tensors, the trainer adds those of a teacher, the places
+of the rollouts in the batch, and the advantages, because Atropos groups vary in size.
 `tests/trainer/test_trl_seam.py` fails if a private name of TRL or Transformers that is used here
 moves.
 
@@ -18,13 +18,14 @@ one or several *micro-batches*, each of which is one forward and backward pass.
 
 The loss corrects for the sampler by the ratio of the policy's probabilities to the sampler's. For
 this, TRL computes the policy's log-probabilities of every batch before training. We do so only if
-we must. There are three cases:
+we must:
 
-- The batch serves several optimizer steps, and the weights change between them (`_scores_first`):
-  TRL computes them before training, as `old_per_token_logps`.
-- Otherwise each training pass finds the same values. They stay in `scores_of_passes` of the
-  `GenerationBatch`, and are compared with the sampler's when the batch is used up.
-- `vllm_importance_sampling_correction: false` corrects nothing. Then the second case has no scores.
+- If the weights change while the batch is trained on, TRL computes them before training, as
+  `old_per_token_logps` (`_scores_first`).
+- Otherwise each training pass finds the same values. The `GenerationBatch` keeps them as
+  `scores_of_passes`, and they are compared with the sampler's when the batch is used up.
+
+Without correction (`vllm_importance_sampling_correction: false`), no values of passes are kept.
 """
 
 import logging
@@ -168,7 +169,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             requirements.require_trainable_model(self)
             self.computation = Computation(self)
-            self._batch = self._batch_of([])  # the current one; the probe scores before the first
+            # The current batch. It is empty until the first comes, and the probe scores through it.
+            self._batch = self._batch_of([])
             has_masters = args.master_weights and not self.is_sharded
             if has_masters and masters.can_round_adapter(self):
                 masters.round_adapter(self.model)
@@ -181,8 +183,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self.policy_publisher.close()
             raise
         self.rollout_func = self._columns
-        # TRL corrects for the sampler only if it believes that vLLM sampled. Its constructor would
-        # start a vLLM.
+        # `use_vllm` makes TRL correct for the sampler. It is set here because TRL's constructor
+        # would also start a vLLM.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.vllm_generation = None
         metrics = self._metrics["train"]
@@ -278,7 +280,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _begin(self, optimizer: Any) -> None:
         """Called by a callback when training begins. A run that resumes has loaded its checkpoint
         by then."""
-        # `save_steps` and the like are this run's
+        # The checkpoint has brought its own `save_steps` and the like: this run's replace them.
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
         self.computation.set_up_layers()
@@ -300,8 +302,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.stopwatch.start()
 
     def _new_token_budget(self) -> TokenBudget | None:
-        """Returns `None` if the configuration says how large micro-batches are, or nothing can be
-        measured."""
+        """Returns a budget that measures the GPU's memory, or `None` if the configuration says how
+        large micro-batches are or nothing can be measured."""
         device = self.accelerator.device
         if not (self.args.chooses_token_budget and self.regroups and device.type == "cuda"):
             return None
@@ -319,7 +321,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
         batch = self._next_batch()
         self._batch = batch
-        # the publisher has sent the weights: TRL must not
+        # TRL sends weights to vLLM itself, unless this is the step of which it sent them last. The
+        # publisher has sent them.
         self._last_loaded_step = self.state.global_step
         with self._settings_of_batch():
             prompts = batch.prompts(self.processing_class)
@@ -327,15 +330,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
         output |= batch.loss_inputs(output)
         self._measure_batch()
         if "old_per_token_logps" in output:
+            # The weights change while this batch is trained on: TRL has just scored it.
             self._compare_with_sampler(output)
-        elif self.use_vllm:  # the loss corrects for the sampler
+        elif self.use_vllm:
+            # The weights stay as they are, and the loss corrects: the passes score the batch.
             batch.keep_scores_of_passes(output)
         return output
 
     def _next_batch(self) -> GenerationBatch:
         """Returns the next generation batch, divided into micro-batches."""
         rollouts = self._supply.next_batch()
-        self.policy_publisher.judge_last_publish()  # here too, for the logs of this step
+        # `compute_loss` judges it too, but only after `_measure_batch` has logged the metrics.
+        self.policy_publisher.judge_last_publish()
         self.policy_publisher.let_servers_sleep()
         batch = self._batch_of(rollouts)
         if self.regroups:
@@ -355,12 +361,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """
         Sets what TRL's body reads while it prepares the generation batch.
 
-        TRL groups by a fixed size, `num_generations`. One group of all rollouts keeps its
-        statistics defined for any batch, and what it derives from them is replaced later.
+        TRL gathers the rewards of all ranks, and then groups them by a fixed size,
+        `num_generations`. Here the rollouts of all ranks are one group. This keeps its statistics
+        defined for any batch, and what TRL derives from them is replaced later.
 
-        If `use_vllm` is set, TRL's body scores every batch before training, so it is set here only
-        if `_scores_first`. It is set again afterwards, because TRL's loss corrects for the sampler
-        only with it.
+        If `use_vllm` is set, TRL's body scores every batch before training. So it is set here only
+        if `_scores_first`. Afterwards it is what it was, because TRL's loss reads it too.
         """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
@@ -374,7 +380,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""
-        # Once there, the column stays: without it, TRL would show the messages of the last batch.
+        # Once TRL's table has the column, every batch brings it: without it, TRL would show the
+        # messages of the last batch.
         has_messages = self._batch.has_messages or "messages" in self._logs["extra"]
         with_messages = self.log_completions and has_messages
         return self._batch.columns(with_messages)
@@ -403,11 +410,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._monitor.compare_with_sampler(self._batch, scores, self._scores_first, self.use_vllm)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """Returns what a training step trains on. TRL draws a batch; we put the planned
-        micro-batches in place of those that it draws, without their padding."""
+        """Returns what a training step trains on. For a new generation batch, TRL draws what each
+        training step gets. The planned micro-batches, without their padding, take its place."""
         buffered = self._buffered_inputs
         with self.stopwatch.part(INGEST):
             super()._prepare_inputs(generation_batch)
+            # TRL makes a new list when it takes a new generation batch, and only then.
             drew_new_batch = self._buffered_inputs is not buffered
             if drew_new_batch:
                 self._buffered_inputs = self._batch.micro_batches(self._buffered_inputs)
@@ -457,8 +465,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         scores = self._batch.scores_of_passes
         ends_batch = self._schedule.ends_batch(self._step + 1)
         if scores is not None and ends_batch:
-            # TRL has just read values from the device, and the weights change after, or with
-            # DeepSpeed in, backward.
+            # Here and no later: a warning may stop the run (`stop_on_warnings`), and should before
+            # the weights change, which DeepSpeed does within the backward pass that follows. TRL
+            # has just waited for the device, so reading the scores does not wait.
             with self.stopwatch.part(INGEST):
                 self._compare_with_sampler(scores)
         if divergence is not None:
@@ -508,10 +517,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     loss = super().training_step(model, inputs, num_items_in_batch)
                 if ends_step:
                     self.policy_publisher.before_step()
-            # queued now, so that the norm is known as soon as the backward pass is over
+            # Queued before the wait below, so that the norm is known when the backward pass ends.
             if ends_step:
                 self._clip_gradients(model)
-            # Transformers looks at the loss next, which waits for the device, if it is told to.
+            # A value is read next: the norm here, or the loss by Transformers. To wait for it is
+            # part of computing it.
             if ends_step or self.args.logging_nan_inf_filter:
                 settle(self.accelerator.device)
         if ends_step:
@@ -530,13 +540,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_norm = norm
 
     def _require_finite_gradient(self) -> None:
-        """Ends the training before a step on a gradient that is not finite, or leaves the step
-        out."""
+        """Raises `GradientError` before a step on a gradient that is not finite, or empties the
+        gradient, so that the step does nothing."""
         norm = None
         if self._gradient_norm is not None:
             norm = float(self._gradient_norm)
         if not self._gradient_check.allows_step(norm, self.state.global_step + 1, self.accelerator):
-            self.optimizer.zero_grad()  # optimizers pass over parameters without a gradient
+            self.optimizer.zero_grad()  # optimizers skip parameters without a gradient
         if self.accelerator.is_main_process:
             left_out = float(self._gradient_check.left_out)
             self._monitor.log({f"health/{GRADIENT_NOT_FINITE}": left_out})
@@ -546,7 +556,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return self._gradient_norm
 
     def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
-        """Returns the same norm."""
+        """Returns the norm by which `training_step` has clipped, for the log."""
         return self._gradient_norm
 
     # ---------------------------------------------------------------------------- logs, evaluations
@@ -560,9 +570,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
             tr_loss.zero_()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Begins the evaluations that are due. Returns the metrics that are known of this step: all
-        of them if training waits for them (`eval_hold`, before the first step and after the last);
-        the others are logged when they come."""
+        """Begins the evaluations that are due. Returns those of their metrics that are known now:
+        all of them if training waits for evaluations (`eval_hold`, or before the first step and
+        after the last). The others are logged when they come."""
         metrics = self.evaluation.evaluate()
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -611,7 +621,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         with checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
-        # of DeepSpeed and FSDP, which have loaded it before
+        # DeepSpeed and FSDP have loaded the adapter before this method is called.
         saving.require_adapter_loaded(self, checkpoint)
 
     # --------------------------------------------------------------------------- model card and Hub
@@ -640,6 +650,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint, without the same files."""
+        """Pushes a checkpoint, without rollouts, logs and tokens either."""
         with model_only():
             super()._push_from_checkpoint(checkpoint_folder)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 GRADIENT_NOT_FINITE = "gradient_not_finite"
 # Above it, the square of the norm is not finite in float32, nor are Adam's second moments.
 LARGEST_NORM = torch.finfo(torch.float32).max ** 0.5
-# of float16's loss scaling, as in DeepSpeed: below it, the values themselves overflow
+# Smallest loss scale of float16, as in DeepSpeed. A gradient that overflows at a smaller one is too
+# large itself.
 SMALLEST_SCALE = 1.0
 # Inputs of a loss, and how a message names the largest value of each
 CAUSES = {
@@ -53,9 +54,9 @@ class GradientCheck:
     """
 
     def __init__(self, tolerated: float):
-        self.left_out = 0  # steps
+        self.left_out = 0  # number of steps
         self._tolerated = tolerated
-        # micro-batches and their log-probabilities
+        # Micro-batches of this optimizer step, each with its log-probabilities.
         self._passes: list[tuple[dict[str, Any], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 

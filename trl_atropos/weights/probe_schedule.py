@@ -23,7 +23,7 @@ class Schedule:
     ended: float = -math.inf  # when it ended, in seconds
 
     def count_publish(self, now: float, last: bool) -> bool:
-        """Returns whether to probe the publish that ended at `now`. Counts it."""
+        """Counts a publish that ended at `now`. Returns whether to probe it."""
         self.publishes += 1
         if self.every == 0:
             return False

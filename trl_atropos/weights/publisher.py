@@ -81,12 +81,14 @@ class Phase(Enum):
         PAUSED, HELD or ASLEEP --_resume--> RESUMING --_await_resumed--> SAMPLING
         any --close--> SAMPLING
 
-    The state is SAMPLING if a server fails to pause or to resume. Any other error keeps the state.
-    `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server that is
-    still paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
+    If a server fails to pause or to resume, the state is SAMPLING too, though some servers may be
+    paused: we know nothing of them, so `close` must not resume them. Any other error keeps the
+    state. `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server
+    that is still paused when `close` ends its lease decides by itself: it exits if its weights may
+    be torn.
     """
 
-    SAMPLING = auto()
+    SAMPLING = auto()  # or unknown, after a server has failed
     PAUSING = auto()  # in the background, while the device computes the last gradients
     HELD = auto()  # paused by `hold`: nothing is written, unless a checkpoint is loaded
     PAUSED = auto()  # the trainer writes to the weights
@@ -126,7 +128,8 @@ class ServerPublisher(PolicyPublisher):
         self.sleep_level = sleep_level
         self._trainer_version = 0  # optimizer steps since the run began
         self._phase = Phase.SAMPLING
-        self._call: Future | None = None  # in PAUSING and RESUMING: ends when all servers have
+        # In PAUSING and RESUMING: done when all servers have paused or resumed.
+        self._call: Future | None = None
         self._writes_when_held = 0  # see `_count_writes`
         self._backward_ends: torch.cuda.Event | None = None
         self._probe: Probe | None = None
@@ -145,7 +148,7 @@ class ServerPublisher(PolicyPublisher):
         info = self.servers.info
         self.policy_version = info.policy_version
         _require_settings(info, args)
-        if self.sleep_level and not info.sleep:  # a server that sleeps never shares its memory
+        if self.sleep_level and not info.sleep:
             raise AttachError(
                 "`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`."
             )
@@ -240,14 +243,14 @@ class ServerPublisher(PolicyPublisher):
         returns."""
         self.judge_last_publish()
         steps_in_place = self.transfer.steps_in_place
-        # Ctrl-C must not leave weights half written, nor a server paused, which would take its
-        # weights for torn.
+        # Ctrl-C must not leave weights half written, nor a server paused: it would take its weights
+        # for torn and exit.
         with deferred():
             if steps_in_place:
                 with self.stopwatch.part(PUBLISH):
                     self._pause_for_publish()
             result = change_weights()
-            # The change is only queued on the device, and the publish must not overtake it.
+            # The device may still be at it, and the publish must not overtake it.
             _synchronize()
             if due or self._phase.is_paused:
                 with self.stopwatch.part(PUBLISH):
@@ -265,8 +268,9 @@ class ServerPublisher(PolicyPublisher):
         self.on_pause()
 
     def _is_last(self) -> bool:
-        """Returns whether the step that is being taken is the run's last. In `begin`, before any
-        step, this is also true if one is left; its proof is then only judged sooner."""
+        """Returns whether the step that is being taken is the run's last. `begin` publishes before
+        any step: there this is already true if one step is left, which changes nothing, because
+        `begin` judges its publish at once anyway."""
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
     # ---------------------------------------------------------------- the arrows between two phases
@@ -307,13 +311,14 @@ class ServerPublisher(PolicyPublisher):
         try:
             together(self._call.result)
         except BaseException:
-            # `close` must not resume: when the lease ends, the server decides by itself.
+            # Some servers may be paused. `close` must not resume them: see `Phase`.
             self._enter(Phase.SAMPLING)
             raise
         self._enter(phase)
 
     def let_servers_sleep(self) -> None:
-        """Lets the servers sleep: the trainer computes until the next publish."""
+        """Lets the servers sleep: the trainer computes until the next publish, which wakes them up.
+        Servers that can sleep share no memory with the trainer: `steps_in_place` is false."""
         if self.sleep_level and self._phase is not Phase.ASLEEP:
             with deferred(), self.stopwatch.part(PUBLISH):
                 self.judge_last_publish()
@@ -346,6 +351,7 @@ class ServerPublisher(PolicyPublisher):
     def close(self) -> None:
         """Ends publishing and releases the leases. A server that is paused then goes on with whole
         weights, and exits with torn ones."""
+        # Servers that `hold` has paused have whole weights unless a checkpoint was loaded since.
         is_unwritten = False
         if self._phase is Phase.HELD:
             is_unwritten = self._count_writes() == self._writes_when_held
@@ -404,6 +410,8 @@ class ServerPublisher(PolicyPublisher):
         ended = time.perf_counter()
         seconds = ended - began
         self._probe.schedule.ran(seconds, ended)
+        # Two readers: the summary of the run takes its worst probe, and the log takes each. The log
+        # repeats the first probe's difference, because rounding is judged in proportion to it.
         self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, result.max_abs_diff)
         for name, value in result._asdict().items():
             self._metrics[f"policy/probe_{name}"].append(value)
