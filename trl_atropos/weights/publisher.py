@@ -472,8 +472,9 @@ def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    parameters = list(layers[2].parameters()) if len(layers) > 2 else []
-    parameters += model.parameters()
+    parameters = list(model.parameters())
+    if len(layers) > 2:
+        parameters = [*layers[2].parameters(), *parameters]
     trained = next(parameter for parameter in parameters if parameter.requires_grad)
     trained.register_post_accumulate_grad_hook(record)
     return event
