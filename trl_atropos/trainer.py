@@ -150,10 +150,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.stopwatch = self.stopwatch
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._schedule = BatchSchedule(args)
-        # None if the configuration says how large micro-batches are.
+        # Made when training begins. None if the configuration says how large micro-batches are.
         self._token_budget: TokenBudget | None = None
         self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
-        # Of this optimizer step, before clipping: a number or a tensor of one.
+        # Norm in this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
         # Hyperparameters of the optimizer's groups, as this run's settings have made them.
         self._configured_groups: list[dict[str, Any]] = []
@@ -178,8 +178,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
             require_savable(self)
-        # Also on Ctrl-C: a lease that stayed open would keep others from the server.
         except BaseException:
+            # Also on Ctrl-C: a lease that stayed open would keep others from the server.
             self.policy_publisher.close()
             raise
         self.rollout_func = self._columns
@@ -252,9 +252,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """
         Returns one empty item per training step: the rollouts come from `rollout_source`.
 
-        It is not prepared by accelerate, whose loader reads one batch ahead, which needs the next
-        policy. It is as long as the run: the end of an epoch would end a gradient accumulation in
-        the middle.
+        Accelerate does not prepare it: that would divide the items among ranks. It is as long as
+        the run, because the end of an epoch would end a gradient accumulation early.
         """
         length = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(length), batch_size=1, collate_fn=_empty_item)
@@ -284,7 +283,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
         self.computation.set_up_layers()
-        self._batch = self._batch_of([])  # for the first probe, which scores as training does
+        # Now that it is known whether rollouts are packed: the first probe scores as training does.
+        self._batch = self._batch_of([])
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._monitor.begin()
         self._token_budget = self._new_token_budget()
@@ -540,8 +540,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_norm = norm
 
     def _require_finite_gradient(self) -> None:
-        """Raises `GradientError` before a step on a gradient that is not finite, or empties the
-        gradient, so that the step does nothing."""
+        """If the gradient is not finite, raises `GradientError`, or empties the gradient, so that
+        the step does nothing."""
         norm = None
         if self._gradient_norm is not None:
             norm = float(self._gradient_norm)
@@ -562,8 +562,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     # ---------------------------------------------------------------------------- logs, evaluations
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Sets the logged loss to 0 after a log. Transformers does so by subtraction, which would
-        keep what is not finite."""
+        """Sets the sum of losses to 0 after a log. Transformers subtracts the sum from itself: this
+        leaves NaN if it is not finite."""
         logs = self.control.should_log
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if logs:
