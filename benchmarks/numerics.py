@@ -162,7 +162,7 @@ def _measure(
             with clients:
                 for number in range(options.publishes):
                     wrapped.step()
-                    publisher.before_backward()
+                    publisher.judge_last_publish()
                     row.add(clients.of_version(f"{number + 1}-{number + 1}"))
             return {
                 "numerics": numerics,

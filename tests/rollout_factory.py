@@ -184,7 +184,7 @@ class PaddedTrainer(AtroposGRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         scores = GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
-        self._note_training_scores(scores)
+        self._note_scores_of_pass(scores)
         return scores
 
 

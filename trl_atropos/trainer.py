@@ -8,8 +8,8 @@ models compute, `training/evaluation.py` evaluates, and `weights/publisher.py` p
 
 The seam is `_generate_and_score_completions`. TRL's own body still pads, computes the reference
 model's log-probabilities, and logs. It gets the rollouts through its `rollout_func` hook and their
-rewards through a reward function. The trainer sets the advantages, because Atropos groups have
-sizes of their own, a teacher's tensors, and the places of the rollouts in the batch.
+rewards through a reward function. To TRL's tensors, the trainer adds those of a teacher, the places
+of the rollouts in the batch, and the advantages, because Atropos groups vary in size.
 `tests/trainer/test_trl_seam.py` fails if a private name of TRL or Transformers that is used here
 moves.
 
@@ -18,13 +18,14 @@ one or several *micro-batches*, each of which is one forward and backward pass.
 
 The loss corrects for the sampler by the ratio of the policy's probabilities to the sampler's. For
 this, TRL computes the policy's log-probabilities of every batch before training. We do so only if
-we must. There are three cases:
+we must:
 
-- The batch serves several optimizer steps, and the weights change between them (`_scores_first`):
-  TRL computes them before training, as `old_per_token_logps`.
-- Otherwise each training pass finds the same values. They stay in `training_scores` of the
-  `GenerationBatch`, and are compared with the sampler's when the batch is used up.
-- `vllm_importance_sampling_correction: false` corrects nothing. Then the second case has no scores.
+- If the weights change while the batch is trained on, TRL computes them before training, as
+  `old_per_token_logps` (`_scores_first`).
+- Otherwise each training pass finds the same values. The `GenerationBatch` keeps them as
+  `scores_of_passes`, and they are compared with the sampler's when the batch is used up.
+
+Without correction (`vllm_importance_sampling_correction: false`), no values of passes are kept.
 """
 
 import logging
@@ -42,12 +43,12 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
-from trl_atropos import distributed as ranks
 from trl_atropos.batches.generation_batch import GenerationBatch, computed_tokens
 from trl_atropos.batches.micro_batches import Batch, Scores, TokenBudget, loss_share
 from trl_atropos.batches.schedule import BatchSchedule
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.metrics.gradients import SIGNAL, GradientCheck
+from trl_atropos.distributed import held_on_main, together
+from trl_atropos.metrics.gradients import GRADIENT_NOT_FINITE, GradientCheck
 from trl_atropos.metrics.monitor import BatchMonitor
 from trl_atropos.metrics.timing import (
     COMPUTE,
@@ -136,7 +137,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         requirements.require_arguments(args, evaluator, kwargs)
-        ranks.together(lambda: require_writable(args.output_dir))
+        together(lambda: require_writable(args.output_dir))
         if rollout_source is None:
             rollout_source = source_of(args)
         self.rollout_source = rollout_source
@@ -149,11 +150,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.stopwatch = self.stopwatch
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._schedule = BatchSchedule(args)
-        # None if the configuration says how large micro-batches are.
+        # Made when training begins. None if the configuration says how large micro-batches are.
         self._token_budget: TokenBudget | None = None
-        self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
-        # Of this optimizer step, before clipping: a number or a tensor of one.
+        self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
+        # Norm in this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
+        # Hyperparameters of the optimizer's groups, as this run's settings have made them.
+        self._configured_groups: list[dict[str, Any]] = []
         no_dataset = Dataset.from_dict({"prompt": [""]})
         try:
             super().__init__(
@@ -166,7 +169,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             requirements.require_trainable_model(self)
             self.computation = Computation(self)
-            self._batch = self._batch_of([])  # the current one; the probe scores before the first
+            # The current batch. It is empty until the first comes, and the probe scores through it.
+            self._batch = self._batch_of([])
             has_masters = args.master_weights and not self.is_sharded
             if has_masters and masters.can_round_adapter(self):
                 masters.round_adapter(self.model)
@@ -174,16 +178,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
             require_savable(self)
-        # Also on Ctrl-C: a lease that stayed open would keep others from the server.
         except BaseException:
+            # Also on Ctrl-C: a lease that stayed open would keep others from the server.
             self.policy_publisher.close()
             raise
         self.rollout_func = self._columns
-        # TRL corrects for the sampler only if it believes that vLLM sampled. Its constructor would
-        # start a vLLM.
+        # `use_vllm` makes TRL correct for the sampler. It is set here because TRL's constructor
+        # would also start a vLLM.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.vllm_generation = None
-        self._last_loaded_step = self.state.global_step
         metrics = self._metrics["train"]
         self._monitor = BatchMonitor(args, self.accelerator, metrics)
         self._token_means = TokenMeans(metrics, self.importance_sampling_level == "sequence")
@@ -229,7 +232,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         """Trains as [`~transformers.Trainer`] does. The server samples nothing before it has the
         weights to begin with."""
-        with ranks.held_on_main(lambda: locked(self.args.output_dir)):
+        with held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 checkpoint = starting_checkpoint(self.args, resume_from_checkpoint)
                 self._run_path.path = path_of(checkpoint)
@@ -249,9 +252,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """
         Returns one empty item per training step: the rollouts come from `rollout_source`.
 
-        It is not prepared by accelerate, whose loader reads one batch ahead, which needs the next
-        policy. It is as long as the run: the end of an epoch would end a gradient accumulation in
-        the middle.
+        Accelerate does not prepare it: that would divide the items among ranks. It is as long as
+        the run, because the end of an epoch would end a gradient accumulation early.
         """
         length = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(length), batch_size=1, collate_fn=_empty_item)
@@ -271,17 +273,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # The optimizer is final now, and its state is not loaded yet.
         if optimizer is None:
             optimizer = self.optimizer
-        self._fresh_groups = checkpoints.groups_of(optimizer)
+        self._configured_groups = checkpoints.groups_of(optimizer)
         return scheduler
 
     def _begin(self, optimizer: Any) -> None:
         """Called by a callback when training begins. A run that resumes has loaded its checkpoint
         by then."""
-        # `save_steps` and the like are this run's
+        # The checkpoint has brought its own `save_steps` and the like: this run's replace them.
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
         self.computation.set_up_layers()
-        self._batch = self._batch_of([])  # for the first probe, which scores as training does
+        # Now that it is known whether rollouts are packed: the first probe scores as training does.
+        self._batch = self._batch_of([])
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._monitor.begin()
         self._token_budget = self._new_token_budget()
@@ -299,8 +302,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.stopwatch.start()
 
     def _new_token_budget(self) -> TokenBudget | None:
-        """Returns `None` if the configuration says how large micro-batches are, or nothing can be
-        measured."""
+        """Returns a budget that measures the GPU's memory, or `None` if the configuration says how
+        large micro-batches are or nothing can be measured."""
         device = self.accelerator.device
         if not (self.args.chooses_token_budget and self.regroups and device.type == "cuda"):
             return None
@@ -318,7 +321,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
         batch = self._next_batch()
         self._batch = batch
-        # the publisher has sent the weights: TRL must not
+        # TRL sends weights to vLLM itself, unless this is the step of which it sent them last. The
+        # publisher has sent them.
         self._last_loaded_step = self.state.global_step
         with self._settings_of_batch():
             prompts = batch.prompts(self.processing_class)
@@ -326,16 +330,19 @@ class AtroposGRPOTrainer(GRPOTrainer):
         output |= batch.loss_inputs(output)
         self._measure_batch()
         if "old_per_token_logps" in output:
+            # The weights change while this batch is trained on: TRL has just scored it.
             self._compare_with_sampler(output)
-        elif self.use_vllm:  # the loss corrects for the sampler
-            batch.expect_training_scores(output)
+        elif self.use_vllm:
+            # The weights stay as they are, and the loss corrects: the passes score the batch.
+            batch.keep_scores_of_passes(output)
         return output
 
     def _next_batch(self) -> GenerationBatch:
         """Returns the next generation batch, divided into micro-batches."""
         rollouts = self._supply.next_batch()
-        self.policy_publisher.before_backward()  # here too, for the logs of this step
-        self.policy_publisher.computing()
+        # `compute_loss` judges it too, but only after `_measure_batch` has logged the metrics.
+        self.policy_publisher.judge_last_publish()
+        self.policy_publisher.let_servers_sleep()
         batch = self._batch_of(rollouts)
         if self.regroups:
             max_tokens = self.args.max_tokens_per_micro_batch
@@ -354,12 +361,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """
         Sets what TRL's body reads while it prepares the generation batch.
 
-        TRL groups by a fixed size, `num_generations`. One group of all rollouts keeps its
-        statistics defined for any batch, and what it derives from them is replaced later.
+        TRL gathers the rewards of all ranks, and then groups them by a fixed size,
+        `num_generations`. Here the rollouts of all ranks are one group. This keeps its statistics
+        defined for any batch, and what TRL derives from them is replaced later.
 
-        If `use_vllm` is set, TRL's body scores every batch before training, so it is set here only
-        if `_scores_first`. It is set again afterwards, because TRL's loss corrects for the sampler
-        only with it.
+        If `use_vllm` is set, TRL's body scores every batch before training. So it is set here only
+        if `_scores_first`. Afterwards it is what it was, because TRL's loss reads it too.
         """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
@@ -373,7 +380,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""
-        # Once there, the column stays: without it, TRL would show the messages of the last batch.
+        # Once TRL's table has the column, every batch brings it: without it, TRL would show the
+        # messages of the last batch.
         has_messages = self._batch.has_messages or "messages" in self._logs["extra"]
         with_messages = self.log_completions and has_messages
         return self._batch.columns(with_messages)
@@ -402,11 +410,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._monitor.compare_with_sampler(self._batch, scores, self._scores_first, self.use_vllm)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """Returns what a training step trains on. TRL draws a batch; we put the planned
-        micro-batches in place of those that it draws, without their padding."""
+        """Returns what a training step trains on. For a new generation batch, TRL draws what each
+        training step gets. The planned micro-batches, without their padding, take its place."""
         buffered = self._buffered_inputs
         with self.stopwatch.part(INGEST):
             super()._prepare_inputs(generation_batch)
+            # TRL makes a new list when it takes a new generation batch, and only then.
             drew_new_batch = self._buffered_inputs is not buffered
             if drew_new_batch:
                 self._buffered_inputs = self._batch.micro_batches(self._buffered_inputs)
@@ -423,40 +432,42 @@ class AtroposGRPOTrainer(GRPOTrainer):
             scores = self._batch.score(
                 forward, model, input_ids, attention_mask, logits_to_keep, batch_size
             )
-            if not self._batch.is_training:  # TRL reads values of the batch next
+            if self._batch.current_micro_batch is None:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
-        self._note_training_scores(scores)
+        self._note_scores_of_pass(scores)
         return scores
 
-    def _note_training_scores(self, scores: Scores) -> None:
-        """Notes the log-probabilities of a training pass. Their ratio to the sampler's goes into
-        the loss."""
-        if self._batch.is_training:
-            logprobs, _, _ = scores
-            self._gradients.note_logprobs(self._batch.trained, logprobs)
-            self._batch.correct(logprobs)
+    def _note_scores_of_pass(self, scores: Scores) -> None:
+        """Notes the log-probabilities of a training pass, whose ratio to the sampler's goes into
+        the loss. Before training, when TRL scores the batch, there is no pass."""
+        micro_batch = self._batch.current_micro_batch
+        if micro_batch is None:
+            return
+        logprobs, _, _ = scores
+        self._gradient_check.note_logprobs(micro_batch, logprobs)
+        self._batch.correct(logprobs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns the loss of a training step. Does the backward pass of all its micro-batches but
         the last, whose backward pass TRL does."""
         if return_outputs:
             raise ValueError("GRPO's loss has no outputs to return")
-        self.policy_publisher.before_backward()
+        self.policy_publisher.judge_last_publish()
         *others, last = inputs.get("micro_batches", [inputs])
         losses = []
         divergences = []
-        for micro_batch in others:
-            is_first = not losses
-            with self._measuring_memory(micro_batch, is_first):
-                loss, divergence = self._train_on(model, micro_batch)
+        for index, micro_batch in enumerate(others):
+            with self._measuring_memory(micro_batch, index):
+                loss, divergence = self._backward_on(model, micro_batch)
             losses.append(loss)
             divergences.append(divergence)
         loss, divergence = self._micro_batch_loss(model, last)
-        scores = self._batch.training_scores
+        scores = self._batch.scores_of_passes
         ends_batch = self._schedule.ends_batch(self._step + 1)
         if scores is not None and ends_batch:
-            # TRL has just read values from the device, and the weights change after, or with
-            # DeepSpeed in, backward.
+            # Here and no later: a warning may stop the run (`stop_on_warnings`), and should before
+            # the weights change, which DeepSpeed does within the backward pass that follows. TRL
+            # has just waited for the device, so reading the scores does not wait.
             with self.stopwatch.part(INGEST):
                 self._compare_with_sampler(scores)
         if divergence is not None:
@@ -464,18 +475,19 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.accelerator.sync_gradients:
             self._token_means.end_step()
         total = loss + sum(losses)
-        self._gradients.note_loss(total)
+        self._gradient_check.note_loss(total)
         return total
 
-    def _measuring_memory(self, micro_batch: Batch, is_first: bool) -> AbstractContextManager[None]:
+    def _measuring_memory(self, micro_batch: Batch, index: int) -> AbstractContextManager[None]:
         """Has the token budget measure the memory of a micro-batch whose backward pass is done
-        within. The first of a training step would also count the gradients that it allocates."""
+        within. Two of a training step are not measured: the first, which also allocates the
+        gradients, and the last, whose backward pass TRL does elsewhere."""
         budget = self._token_budget
-        if is_first or budget is None or not budget.measures:
+        if index == 0 or budget is None or not budget.measures:
             return nullcontext()
         return budget.measured(computed_tokens(micro_batch))
 
-    def _train_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
+    def _backward_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Does the backward pass of a micro-batch, and returns what `_micro_batch_loss` does. The
         loss comes without its graph, which would keep memory."""
         with masters.accumulate_gradients(self.accelerator, model) as backward:
@@ -485,7 +497,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Returns the loss, and the divergence from the teacher if there is one."""
-        with self._batch.training_on(micro_batch):
+        with self._batch.computing_loss_of(micro_batch):
             loss = super().compute_loss(model, micro_batch)
         self._token_means.take(micro_batch)
         loss = loss * loss_share(self.args, len(micro_batch["completion_ids"]))
@@ -505,10 +517,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     loss = super().training_step(model, inputs, num_items_in_batch)
                 if ends_step:
                     self.policy_publisher.before_step()
-            # queued now, so that the norm is known as soon as the backward pass is over
+            # Queued before the wait below, so that the norm is known when the backward pass ends.
             if ends_step:
                 self._clip_gradients(model)
-            # Transformers looks at the loss next, which waits for the device, if it is told to.
+            # A value is read next: the norm here, or the loss by Transformers. To wait for it is
+            # part of computing it.
             if ends_step or self.args.logging_nan_inf_filter:
                 settle(self.accelerator.device)
         if ends_step:
@@ -527,38 +540,39 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_norm = norm
 
     def _require_finite_gradient(self) -> None:
-        """Ends the training before a step on a gradient that is not finite, or leaves the step
-        out."""
+        """If the gradient is not finite, raises `GradientError`, or empties the gradient, so that
+        the step does nothing."""
         norm = None
         if self._gradient_norm is not None:
             norm = float(self._gradient_norm)
-        if not self._gradients.takes(norm, self.state.global_step + 1, self.accelerator):
-            self.optimizer.zero_grad()  # optimizers pass over parameters without a gradient
+        if not self._gradient_check.allows_step(norm, self.state.global_step + 1, self.accelerator):
+            self.optimizer.zero_grad()  # optimizers skip parameters without a gradient
         if self.accelerator.is_main_process:
-            self._monitor.log({f"health/{SIGNAL}": float(self._gradients.left_out)})
+            left_out = float(self._gradient_check.left_out)
+            self._monitor.log({f"health/{GRADIENT_NOT_FINITE}": left_out})
 
     def _clip_grad_norm(self, model: Module) -> Any:
         """Returns the norm by which `training_step` has clipped."""
         return self._gradient_norm
 
     def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
-        """Returns the same norm."""
+        """Returns the norm by which `training_step` has clipped, for the log."""
         return self._gradient_norm
 
     # ---------------------------------------------------------------------------- logs, evaluations
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Sets the logged loss to 0 after a log. Transformers does so by subtraction, which would
-        keep what is not finite."""
+        """Sets the sum of losses to 0 after a log. Transformers subtracts the sum from itself: this
+        leaves NaN if it is not finite."""
         logs = self.control.should_log
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if logs:
             tr_loss.zero_()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Begins the evaluations that are due. Returns the metrics that are known of this step: all
-        of them if training waits for them (`eval_hold`, before the first step and after the last);
-        the others are logged when they come."""
+        """Begins the evaluations that are due. Returns those of their metrics that are known now:
+        all of them if training waits for evaluations (`eval_hold`, or before the first step and
+        after the last). The others are logged when they come."""
         metrics = self.evaluation.evaluate()
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -605,9 +619,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Loads the optimizer of a checkpoint, with the settings of this run."""
         if checkpoint is None:
             return
-        with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
+        with checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
-        # of DeepSpeed and FSDP, which have loaded it before
+        # DeepSpeed and FSDP have loaded the adapter before this method is called.
         saving.require_adapter_loaded(self, checkpoint)
 
     # --------------------------------------------------------------------------- model card and Hub
@@ -636,6 +650,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint, without the same files."""
+        """Pushes a checkpoint, without rollouts, logs and tokens either."""
         with model_only():
             super()._push_from_checkpoint(checkpoint_folder)

@@ -32,14 +32,14 @@ DIFFERENT = (
 class Recording(AtroposGRPOTrainer):
     """Keeps the log-probabilities that the training passes found, by rollout."""
 
-    def _note_training_scores(self, scores):
-        micro_batch = self._batch.trained
+    def _note_scores_of_pass(self, scores):
+        micro_batch = self._batch.current_micro_batch
         if micro_batch is not None:
             for index, logprobs in zip(
                 micro_batch["row_index"].tolist(), scores[0].detach(), strict=True
             ):
                 self.found[index] = logprobs
-        super()._note_training_scores(scores)
+        super()._note_scores_of_pass(scores)
 
 
 def save(name: str, folder: Path) -> None:

@@ -59,16 +59,16 @@ def test_training_pass_leaves_logprobs_and_ratio():
     ones = torch.ones(3, 2, dtype=torch.long)
     sampled = torch.full((3, 2), -1.0)
     masks = {"completion_mask": ones, "tool_mask": ones}
-    batch.expect_training_scores(masks | {"sampling_per_token_logps": sampled})
+    batch.keep_scores_of_passes(masks | {"sampling_per_token_logps": sampled})
     rows = torch.tensor([2, 0])
     micro_batch = {name: mask[rows] for name, mask in masks.items()}
     micro_batch |= {"row_index": rows, "sampling_per_token_logps": sampled[rows]}
     logprobs = torch.tensor([[-1.0, 0.0], [-2.0, -1.0]])
-    with batch.training_on(micro_batch):
-        assert batch.trained is micro_batch
+    with batch.computing_loss_of(micro_batch):
+        assert batch.current_micro_batch is micro_batch
         batch.correct(logprobs)
-    assert batch.trained is None
-    found = batch.training_scores["old_per_token_logps"]
+    assert batch.current_micro_batch is None
+    found = batch.scores_of_passes["old_per_token_logps"]
     assert torch.equal(found, torch.tensor([[-2.0, -1.0], [0.0, 0.0], [-1.0, 0.0]]))
     ratio = micro_batch["importance_sampling_ratio"]  # e, bounded by 2, and 1 / e
     torch.testing.assert_close(ratio, torch.tensor([[1.0, 2.0], [1 / torch.e, 1.0]]))
@@ -76,9 +76,9 @@ def test_training_pass_leaves_logprobs_and_ratio():
 
 def test_error_leaves_no_batch_marked_as_trained():
     batch = batch_of_rank(0, 1)
-    with pytest.raises(ZeroDivisionError), batch.training_on({}):
+    with pytest.raises(ZeroDivisionError), batch.computing_loss_of({}):
         raise ZeroDivisionError
-    assert batch.trained is None
+    assert batch.current_micro_batch is None
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,9 @@ def test_healable_overflow_does_not_stop_run(scale, loss, stops, caplog):
     caplog.set_level(logging.WARNING, logger="trl_atropos.metrics.gradients")
     if stops:
         with pytest.raises(GradientError, match=r"^Step 7: the gradient is not finite \(norm inf"):
-            check.takes(math.inf, 7, scaled(scale))
+            check.allows_step(math.inf, 7, scaled(scale))
     else:
-        assert not check.takes(math.inf, 7, scaled(scale))
+        assert not check.allows_step(math.inf, 7, scaled(scale))
         assert check.left_out == 0 and "Step 7 is left out" in caplog.text
 
 
@@ -177,7 +177,7 @@ def test_healable_overflow_does_not_stop_run(scale, loss, stops, caplog):
 )
 def test_norm_is_fine_while_float32_holds_its_square(norm, fine):
     plain = SimpleNamespace(mixed_precision="no", scaler=None, distributed_type="NO")
-    assert GradientCheck(1).takes(norm, 1, plain) is fine
+    assert GradientCheck(1).allows_step(norm, 1, plain) is fine
     assert math.isfinite(np.float32(abs(norm)) * np.float32(abs(norm))) is fine or norm == -1
 
 

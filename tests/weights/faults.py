@@ -114,7 +114,7 @@ def publish_next(trainer: AtroposGRPOTrainer, point: str, act: Act) -> None:
         disturb(trainer.model, 0.3 if HAS_ADAPTER[type(publisher.transfer).__name__] else 0.02)
 
     publish(trainer, step)
-    publisher.before_backward()
+    publisher.judge_last_publish()
 
 
 # --------------------------------------------------------------------------- the server's processes

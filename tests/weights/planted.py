@@ -125,7 +125,7 @@ def stopped(engine, mode: str, faults: dict, folder: Path, recording: str) -> di
         def publish_next() -> str:
             try:
                 publish(trainer, lambda: disturb(trainer.model, 1e-3))
-                publisher.before_backward()
+                publisher.judge_last_publish()
             except (FingerprintError, ProbeError) as error:
                 return f"{type(error).__name__}: {error}"
             return ""
@@ -133,7 +133,7 @@ def stopped(engine, mode: str, faults: dict, folder: Path, recording: str) -> di
         publisher.hold()
         found = {f"nothing, publish {number}": publish_next() for number in range(HEALTHY)}
         found["limit"] = f"{publisher._probe.limit}"
-        found["complete"] = f"{publisher._proof.again()}"
+        found["complete"] = f"{publisher._proof.compare_all_anew()}"
         for name, plant in faults.items():
             (undo,) = engine.llm.apply_model(plant)
             found[name] = publish_next()

@@ -579,7 +579,7 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
         publisher.hold()
         publisher._trainer_version = 6
         publish(trainer, lambda: disturb(trainer.model, 0.01))
-        publisher.before_backward()
+        publisher.judge_last_publish()
         return trainer
 
     yield build
@@ -632,7 +632,7 @@ def assert_found(trainer: AtroposGRPOTrainer, names: set[str]) -> None:
     publisher = trainer.policy_publisher
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     with pytest.raises(FingerprintError) as caught:
-        publisher.before_backward()
+        publisher.judge_last_publish()
     told = str(caught.value)
     assert "policy version 8" in told and publisher.servers.clients[0].url in told
     assert f" {len(names)} of " in told
@@ -666,7 +666,7 @@ def test_thousands_of_right_publishes_pass(trainer_to, settings):
     trainer = trainer_to(**settings)
     for _ in range(NUMBER):
         publish(trainer, lambda: disturb(trainer.model, 1e-3))
-        trainer.policy_publisher.before_backward()
+        trainer.policy_publisher.judge_last_publish()
     assert_proven(trainer.policy_publisher, NUMBER + 1)
 
 
@@ -677,12 +677,12 @@ def test_moved_parameters_are_copied_from_new_place(trainer_to, transport):
     """DeepSpeed moves them when training begins."""
     trainer = trainer_to(transport=transport)
     publish(trainer, lambda: disturb(trainer.model, 1e-3))
-    trainer.policy_publisher.before_backward()
+    trainer.policy_publisher.judge_last_publish()
     for parameter in trainer.model.parameters():
         parameter.data = parameter.data.clone()
     for _ in range(2):
         publish(trainer, lambda: disturb(trainer.model, 1e-3))
-        trainer.policy_publisher.before_backward()
+        trainer.policy_publisher.judge_last_publish()
     assert_proven(trainer.policy_publisher, 4)
 
 
@@ -703,7 +703,7 @@ def test_lost_publish_of_smallest_change_is_found(trainer_to, transport):
         trainer, lambda: parameter.data.view(INTEGERS[parameter.element_size()])[1, 1].add_(step)
     )
     with pytest.raises(FingerprintError, match=f"version 8, 1 of .*{name}"):
-        publisher.before_backward()
+        publisher.judge_last_publish()
 
 
 @pytest.mark.server
@@ -717,7 +717,7 @@ def test_live_server_of_other_version_is_found(trainer_to):
     with pytest.raises(
         FingerprintError, match="samples from policy version 9 but the trainer published 8"
     ):
-        publisher.before_backward()
+        publisher.judge_last_publish()
 
 
 @pytest.mark.server
@@ -727,11 +727,11 @@ def test_shared_memory_is_compared_twice_in_training(trainer_to, typed_server):
     proof = trainer.policy_publisher._proof
     for _ in range(3):
         publish(trainer, lambda: disturb(trainer.model, 1e-3))
-        trainer.policy_publisher.before_backward()
-    assert proof._compared == {"weights": 2} and proof.again()
+        trainer.policy_publisher.judge_last_publish()
+    assert proof._compared == {"weights": 2} and proof.compare_all_anew()
     proof.forget()
     publish(trainer, lambda: disturb(trainer.model, 1e-3))
-    trainer.policy_publisher.before_backward()
+    trainer.policy_publisher.judge_last_publish()
     assert proof._compared == {"weights": 1}
 
 
@@ -820,7 +820,7 @@ def test_block_cached_by_old_weights_is_found(trainer_to):
     publisher = trainer.policy_publisher
     publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False)
     publish(trainer, lambda: disturb(trainer.model, 0.01))
-    publisher.before_backward()
+    publisher.judge_last_publish()
     publisher.transfer.clear_cache = False
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     block = publisher.servers.info.block_size
@@ -828,7 +828,7 @@ def test_block_cached_by_old_weights_is_found(trainer_to):
     cached = (len(publisher._probe.prompt_ids) - 1) // block * block
     told = rf"version 9, the server at .* took {cached} tokens of a prompt from its cache"
     with pytest.raises(ProbeError, match=told):
-        publisher.before_backward()
+        publisher.judge_last_publish()
 
 
 @pytest.mark.server
@@ -838,23 +838,23 @@ def test_rounding_in_16_bits_only_warns(trainer_to, typed_server, caplog):
     publisher = trainer.policy_publisher
     rounds = CUDA or publisher.servers.info.dtype == "bfloat16"
     publisher._probe = Probe(
-        publisher.servers, trainer, 1, one_memory=False, prove=publisher._proof.again
+        publisher.servers, trainer, 1, one_memory=False, prove=publisher._proof.compare_all_anew
     )
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     publisher._probe.tolerance = Tolerance(1e-9, 1e-9)  # which no probe can meet
     for _ in range(2):
         publish(trainer, lambda: disturb(trainer.model, 0.01))
         if rounds:
-            publisher.before_backward()
+            publisher.judge_last_publish()
             assert publisher.probe_max_abs_diff > 0
         else:
             with pytest.raises(ProbeError, match="the server and the trainer disagree"):
-                publisher.before_backward()
+                publisher.judge_last_publish()
     assert ("have the same weights bit for bit" in caplog.text) == rounds
     publisher._proof._left_out = publisher._proof.subjects  # as if something could not be compared
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     with pytest.raises(ProbeError, match="the server and the trainer disagree"):
-        publisher.before_backward()
+        publisher.judge_last_publish()
 
 
 @pytest.mark.server

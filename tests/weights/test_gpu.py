@@ -106,7 +106,7 @@ def test_server_samples_from_published_weights(models, recording, tmp_path, size
         }
         for version in range(2, 5):
             before = {key: parameter.detach().clone() for key, parameter in chosen.items()}
-            publisher.computing()
+            publisher.let_servers_sleep()
             publish(trainer, lambda: _disturb(chosen, 0.05 if MODES[name][2] else 0.02))
             samples = [sample(server, prompt, 8) for prompt in prompts]
             assert {(row.begun, row.ended) for row in samples} == {(version, version)}

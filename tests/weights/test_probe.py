@@ -26,7 +26,7 @@ def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[li
     schedule, now, found = Schedule(every), 100.0, []
     for publish in range(steps + 1):  # the first one is before the first step
         now += step if publish else 0.0
-        if schedule.due(now, last=publish == steps):
+        if schedule.count_publish(now, last=publish == steps):
             now += probe
             schedule.ran(probe, now)
             found.append(publish)
@@ -47,12 +47,12 @@ def test_probes_keep_time_share_but_run_first_and_last(step):
 
 def test_next_probe_waits_for_publishes_and_time():
     schedule = Schedule(None)
-    assert schedule.due(0.0, last=False)
+    assert schedule.count_publish(0.0, last=False)
     schedule.ran(1.0, 1.0)
     for _ in range(LEAST_APART - 1):
-        assert not schedule.due(1.0 + 1.01 / MAX_SHARE, last=False)
-    assert not schedule.due(1.0 + 0.99 / MAX_SHARE, last=False)
-    assert schedule.due(1.0 + 1.01 / MAX_SHARE, last=False)
+        assert not schedule.count_publish(1.0 + 1.01 / MAX_SHARE, last=False)
+    assert not schedule.count_publish(1.0 + 0.99 / MAX_SHARE, last=False)
+    assert schedule.count_publish(1.0 + 1.01 / MAX_SHARE, last=False)
 
 
 def test_fixed_probe_interval_is_kept():
@@ -99,11 +99,11 @@ def test_model_positions_are_read_from_config(config, positions):
 
 def test_first_publish_of_new_training_is_probed():
     schedule = Schedule(None)
-    assert schedule.due(0.0, last=False)
+    assert schedule.count_publish(0.0, last=False)
     schedule.ran(1.0, 1.0)
     schedule.publishes = schedule.probed = 0  # as when a training begins
-    assert schedule.due(1.5, last=False)
-    assert not schedule.due(2.0, last=False)
+    assert schedule.count_publish(1.5, last=False)
+    assert not schedule.count_publish(2.0, last=False)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -158,7 +158,7 @@ def test_eighth_probe_is_long_within_time_share():
     schedule, now, kinds, spent = Schedule(None), 0.0, [], 0.0
     for publish in range(4000):
         now += 1.0
-        if schedule.due(now, last=False):
+        if schedule.count_publish(now, last=False):
             kinds.append(schedule.long)
             seconds = 5.0 if schedule.long else 0.1
             spent += seconds if publish else 0.0

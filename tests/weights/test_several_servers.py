@@ -150,11 +150,11 @@ def test_workers_with_each_others_shard_are_found(two_workers, name, recording, 
     try:
         publisher.hold()
         publish(trainer, lambda: disturb(trainer.model, 0.01))
-        publisher.before_backward()
+        publisher.judge_last_publish()
         publisher.transfer._fill_messages = faulty
         publish(trainer, lambda: None)
         with pytest.raises(FingerprintError) as error:
-            publisher.before_backward()
+            publisher.judge_last_publish()
         assert " 1 of " in str(error.value) and wrong[0] in str(error.value)
     finally:
         publisher.close()

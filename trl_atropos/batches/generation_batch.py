@@ -3,12 +3,12 @@
 `AtroposGRPOTrainer` makes a `GenerationBatch` of the rollouts that it takes, and its overrides of
 TRL's methods call it in this order:
 
-    regroup           divides the rollouts into micro-batches of similar length, if that is allowed
-    prompts, columns  what TRL's `_generate` takes and returns
-    score             a forward pass, before training (the whole batch) or in it (one micro-batch)
-    loss_inputs       what TRL's loss takes beside TRL's own tensors
-    micro_batches     what each training step trains on
-    training_on       marks the micro-batch whose loss TRL computes, for `score` and `correct`
+    regroup            divides the rollouts into micro-batches of similar length, if that is allowed
+    prompts, columns   what TRL's `_generate` takes and returns
+    score              a forward pass, before training (the whole batch) or in it (one micro-batch)
+    loss_inputs        what TRL's loss takes beside TRL's own tensors
+    micro_batches      what each training step trains on
+    computing_loss_of  marks the micro-batch whose loss TRL computes, for `score` and `correct`
 
 All ranks hold the same rollouts in the same order. Each trains on its own share of them.
 """
@@ -61,8 +61,8 @@ class GenerationBatch:
     Attributes:
         rollouts: of all ranks, all of rank 0 first.
         plan: the division into micro-batches; None if TRL draws them.
-        trained: the micro-batch whose loss is computed now; None outside a training pass.
-        training_scores: this rank's (B, C) tensors, in the order of `own_rollouts`, with the
+        current_micro_batch: whose loss is computed now; None outside a training pass.
+        scores_of_passes: this rank's (B, C) tensors, in the order of `own_rollouts`, with the
             log-probabilities that the training passes found so far as `old_per_token_logps`. None
             if TRL scores the batch before training, or nothing corrects for the sampler.
     """
@@ -77,8 +77,8 @@ class GenerationBatch:
     ):
         self.rollouts = rollouts
         self.plan: Plan | None = None
-        self.trained: Batch | None = None
-        self.training_scores: Batch | None = None
+        self.current_micro_batch: Batch | None = None
+        self.scores_of_passes: Batch | None = None
         self._args = args
         self._accelerator = accelerator
         self._packs = packs
@@ -173,10 +173,10 @@ class GenerationBatch:
             self.rollouts, self.own_slice, self._args.scale_rewards, completion_length
         )
 
-    def expect_training_scores(self, output: Batch) -> None:
-        """Has the training passes leave their log-probabilities in `training_scores`."""
+    def keep_scores_of_passes(self, output: Batch) -> None:
+        """Has the training passes leave their log-probabilities in `scores_of_passes`."""
         sampled = output["sampling_per_token_logps"]
-        self.training_scores = {
+        self.scores_of_passes = {
             "completion_mask": output["completion_mask"],
             "tool_mask": output["tool_mask"],
             "sampling_per_token_logps": sampled,
@@ -230,20 +230,15 @@ class GenerationBatch:
 
     # ------------------------------------------------------------------------------------- its loss
 
-    @property
-    def is_training(self) -> bool:
-        """True within a training pass: `trained` is its micro-batch."""
-        return self.trained is not None
-
     @contextmanager
-    def training_on(self, micro_batch: Batch) -> Iterator[None]:
+    def computing_loss_of(self, micro_batch: Batch) -> Iterator[None]:
         """Marks the micro-batch whose loss is computed within, because TRL does not pass it on to
         `score`."""
-        self.trained = micro_batch
+        self.current_micro_batch = micro_batch
         try:
             yield
         finally:
-            self.trained = None
+            self.current_micro_batch = None
 
     def score(
         self,
@@ -267,8 +262,8 @@ class GenerationBatch:
         Returns:
             Log-probabilities and entropies, (B, C) each, and the mean auxiliary loss.
         """
-        if self._packs is not None and self.is_training:
-            layout = self.trained["layout"]
+        if self._packs is not None and self.current_micro_batch is not None:
+            layout = self.current_micro_batch["layout"]
             return packing.score_packed(forward, model, input_ids, logits_to_keep, layout)
         alike = None
         parts: list[slice] = []
@@ -292,13 +287,13 @@ class GenerationBatch:
     def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to
         the sampler's into the micro-batch, from where TRL's loss takes it."""
-        if self.training_scores is None:
+        if self.scores_of_passes is None:
             return
         logprobs = logprobs.detach().float()
-        rows = self.trained["row_index"]
-        self.training_scores["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
-        ratio = inputs.importance_ratio(logprobs, self.trained, self._args)
-        self.trained["importance_sampling_ratio"] = ratio
+        rows = self.current_micro_batch["row_index"]
+        self.scores_of_passes["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
+        ratio = inputs.importance_ratio(logprobs, self.current_micro_batch, self._args)
+        self.current_micro_batch["importance_sampling_ratio"] = ratio
 
     def distillation_loss(
         self, model: Module, micro_batch: Batch, training_steps: int

@@ -21,10 +21,11 @@ from trl_atropos.errors import GradientError
 
 logger = logging.getLogger(__name__)
 
-SIGNAL = "gradient_not_finite"
+GRADIENT_NOT_FINITE = "gradient_not_finite"
 # Above it, the square of the norm is not finite in float32, nor are Adam's second moments.
 LARGEST_NORM = torch.finfo(torch.float32).max ** 0.5
-# of float16's loss scaling, as in DeepSpeed: below it, the values themselves overflow
+# Smallest loss scale of float16, as in DeepSpeed. A gradient that overflows at a smaller one is too
+# large itself.
 SMALLEST_SCALE = 1.0
 # Inputs of a loss, and how a message names the largest value of each
 CAUSES = {
@@ -53,9 +54,9 @@ class GradientCheck:
     """
 
     def __init__(self, tolerated: float):
-        self.left_out = 0  # steps
+        self.left_out = 0  # number of steps
         self._tolerated = tolerated
-        # micro-batches and their log-probabilities
+        # Micro-batches of this optimizer step, each with its log-probabilities.
         self._passes: list[tuple[dict[str, Any], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 
@@ -68,7 +69,7 @@ class GradientCheck:
         """Keeps the loss of a micro-batch."""
         self._losses.append(loss.detach())
 
-    def takes(self, norm: float | None, step: int, accelerator: Accelerator) -> bool:
+    def allows_step(self, norm: float | None, step: int, accelerator: Accelerator) -> bool:
         """
         Returns whether optimizer step number `step` may be taken: the same on all ranks, whose
         norms are the same.
@@ -89,8 +90,8 @@ class GradientCheck:
 
     def _judge(self, norm: float, step: int, accelerator: Accelerator) -> None:
         """Warns that the step is left out, or raises `GradientError`."""
-        of_ranks = gather_object([self._inspect()])
-        loss = max((rank.loss for rank in of_ranks), key=_badness)
+        inspections = gather_object([self._inspect()])
+        loss = max((inspection.loss for inspection in inspections), key=_badness)
         if math.isfinite(loss) and _can_scale_down(accelerator):
             logger.warning(
                 "Step %d is left out: the gradient overflows in float16, and the loss scale is "
@@ -103,20 +104,21 @@ class GradientCheck:
         if norm < math.inf:
             overflows = "square of the gradient is not finite in float32"
         what = f"Step {step}: the {overflows} (norm {norm:.3g}, loss {loss:.3g})"
-        seen = f"the largest in its loss: {_name_causes(of_ranks)}"
+        seen = f"the largest in its loss: {_name_causes(inspections)}"
         fix = LOWER
-        if any(rank.damaged for rank in of_ranks):
+        if any(inspection.damaged for inspection in inspections):
             seen = "log-probabilities of the policy that are not finite"
             fix = DAMAGED
         # DeepSpeed steps within the backward pass, and leaves such a step out by itself.
-        taken = (
+        has_stepped = (
             accelerator.distributed_type == "DEEPSPEED"
             and not accelerator.optimizer_step_was_skipped
         )
-        if taken:
+        if has_stepped:
             what += ", and DeepSpeed has taken the step; nothing of it was published or saved"
-        if taken or self.left_out > self._tolerated:
-            fix += f" Or leave out up to N such steps with `warning_thresholds: {{{SIGNAL}: N}}`."
+        if has_stepped or self.left_out > self._tolerated:
+            setting = f"warning_thresholds: {{{GRADIENT_NOT_FINITE}: N}}"
+            fix += f" Or leave out up to N such steps with `{setting}`."
             raise GradientError(what, seen, fix)
         logger.warning(
             "%s (seen: %s). The step is left out, as `warning_thresholds` allows for %g steps of a "
@@ -170,11 +172,13 @@ def _largest(values: Iterable[float]) -> float:
     return max(known, default=0.0)
 
 
-def _name_causes(of_ranks: list[_Inspection]) -> str:
+def _name_causes(inspections: list[_Inspection]) -> str:
     """Returns the largest of each of `CAUSES` on all ranks, as a message names them."""
     names = []
     for name, text in CAUSES.items():
-        sizes = [rank.largest[name] for rank in of_ranks if name in rank.largest]
+        sizes = [
+            inspection.largest[name] for inspection in inspections if name in inspection.largest
+        ]
         if sizes:
             names.append(text.format(max(sizes)))
     return ", ".join(names)

@@ -93,7 +93,7 @@ class Proof:
             self._judge(comparison)
         self._compared.update(comparison.subject.of for comparison in begun)
 
-    def again(self) -> bool:
+    def compare_all_anew(self) -> bool:
         """Lets the servers look anew for their parameters, and compares all of them with the
         trainer's, also those that no publish moves. Returns whether nothing was left out, on any
         rank's servers. Raises `FingerprintError`."""

@@ -62,10 +62,10 @@ class PolicyPublisher:
     def hold(self) -> None:
         """Stops sampling until `begin`, so that a checkpoint may be loaded into the weights."""
 
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish
-        all that follow."""
-        self.policy_version = policy_version
+    def begin(self, optimizer: Any, first_version: int) -> None:
+        """Publishes the weights that training starts with as `first_version`, and wraps
+        `optimizer.step` to publish all that follow."""
+        self.policy_version = first_version
         step = optimizer.step
 
         def counted(*args, **kwargs):
@@ -76,11 +76,13 @@ class PolicyPublisher:
 
         self._wrap_step(optimizer, counted)
 
-    def computing(self) -> None:
-        """Called when the trainer has a batch and needs no samples before the next publish."""
+    def let_servers_sleep(self) -> None:
+        """Called when the trainer has a batch, and needs no samples before the next publish: the
+        servers may sleep until then."""
 
-    def before_backward(self) -> None:
-        """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
+    def judge_last_publish(self) -> None:
+        """Raises on every rank if the last publish went wrong. Called before a backward pass, in
+        which DeepSpeed changes the weights, and before this step's metrics are logged."""
 
     def before_step(self) -> None:
         """Called on every rank when all work before an optimizer step is queued on the device."""

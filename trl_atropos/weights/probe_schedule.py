@@ -22,8 +22,8 @@ class Schedule:
     seconds: float = 0.0  # of the trainer's time that the last probe took
     ended: float = -math.inf  # when it ended, in seconds
 
-    def due(self, now: float, last: bool) -> bool:
-        """Returns whether to probe the publish that ended at `now`. Counts it."""
+    def count_publish(self, now: float, last: bool) -> bool:
+        """Counts a publish that ended at `now`. Returns whether to probe it."""
         self.publishes += 1
         if self.every == 0:
             return False

@@ -5,7 +5,7 @@
 A publish pauses the servers, sends the weights, lets the servers resume, and begins to prove that
 they have the trainer's weights: `Proof` compares fingerprints, and `Probe` log-probabilities. The
 servers resume, and compute their part of the proof, in the background. So a publish is judged only
-before the next backward pass (`before_backward`), which raises if the publish went wrong.
+before the next backward pass (`judge_last_publish`), which raises if the publish went wrong.
 
 If servers and trainer share memory (`Transfer.steps_in_place`), the optimizer's step writes into
 the servers' weights. Then the servers pause before the step, and otherwise after it.
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,16 +77,18 @@ class Phase(Enum):
     `ServerPublisher`::
 
         SAMPLING --before_step or _pause--> PAUSING --_pause--> PAUSED (or HELD, if `hold` pauses)
-        PAUSED --computing--> ASLEEP
+        PAUSED --let_servers_sleep--> ASLEEP
         PAUSED, HELD or ASLEEP --_resume--> RESUMING --_await_resumed--> SAMPLING
         any --close--> SAMPLING
 
-    The state is SAMPLING if a server fails to pause or to resume. Any other error keeps the state.
-    `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server that is
-    still paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
+    If a server fails to pause or to resume, the state is SAMPLING too, though some servers may be
+    paused: we know nothing of them, so `close` must not resume them. Any other error keeps the
+    state. `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server
+    that is still paused when `close` ends its lease decides by itself: it exits if its weights may
+    be torn.
     """
 
-    SAMPLING = auto()
+    SAMPLING = auto()  # or unknown, after a server has failed
     PAUSING = auto()  # in the background, while the device computes the last gradients
     HELD = auto()  # paused by `hold`: nothing is written, unless a checkpoint is loaded
     PAUSED = auto()  # the trainer writes to the weights
@@ -127,7 +128,8 @@ class ServerPublisher(PolicyPublisher):
         self.sleep_level = sleep_level
         self._trainer_version = 0  # optimizer steps since the run began
         self._phase = Phase.SAMPLING
-        self._call: Future | None = None  # in PAUSING and RESUMING: ends when all servers have
+        # In PAUSING and RESUMING: done when all servers have paused or resumed.
+        self._call: Future | None = None
         self._writes_when_held = 0  # see `_count_writes`
         self._backward_ends: torch.cuda.Event | None = None
         self._probe: Probe | None = None
@@ -146,7 +148,7 @@ class ServerPublisher(PolicyPublisher):
         info = self.servers.info
         self.policy_version = info.policy_version
         _require_settings(info, args)
-        if self.sleep_level and not info.sleep:  # a server that sleeps never shares its memory
+        if self.sleep_level and not info.sleep:
             raise AttachError(
                 "`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`."
             )
@@ -165,7 +167,11 @@ class ServerPublisher(PolicyPublisher):
         in_place = self.transfer.steps_in_place
         if self.probe_every_n_steps != 0:
             self._probe = Probe(
-                self.servers, trainer, self.probe_every_n_steps, in_place, self._proof.again
+                self.servers,
+                trainer,
+                self.probe_every_n_steps,
+                in_place,
+                prove=self._proof.compare_all_anew,
             )
         if in_place and device.type == "cuda":
             self._backward_ends = _end_of_backward(trainer.model)
@@ -176,13 +182,14 @@ class ServerPublisher(PolicyPublisher):
     def why_silent(self) -> str:
         if self._phase.is_paused:
             return ""
-        problems = " ".join(self.servers.silence())
-        if self._phase.is_paused:  # a publish has begun meanwhile
+        # This takes seconds. A publish may pause the servers meanwhile, and then silence is right.
+        problems = self.servers.silence()
+        if self._phase.is_paused:
             return ""
-        return problems
+        return " ".join(problems)
 
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        self._trainer_version = policy_version
+    def begin(self, optimizer: Any, first_version: int) -> None:
+        self._trainer_version = first_version
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
@@ -195,9 +202,17 @@ class ServerPublisher(PolicyPublisher):
         def step_and_publish(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
+
+            def make_version() -> Any:
+                result = step(*args, **kwargs)
+                # A gradient scaler that found no finite gradient skips the step.
+                if not optimizer.step_was_skipped:
+                    self._trainer_version += 1
+                return result
+
             next_version = self._trainer_version + 1
             due = next_version % self.sync_every_n_steps == 0 or self._is_last()
-            return self._publish(partial(step, *args, **kwargs), optimizer, due)
+            return self._publish(make_version, due)
 
         self._wrap_step(optimizer, step_and_publish)
 
@@ -209,7 +224,7 @@ class ServerPublisher(PolicyPublisher):
         else:
             load()
 
-    def before_backward(self) -> None:
+    def judge_last_publish(self) -> None:
         """Judges the last publish: raises if the servers did not resume, have other weights than
         the trainer, or compute other log-probabilities."""
         with self.stopwatch.part(PUBLISH):
@@ -222,22 +237,20 @@ class ServerPublisher(PolicyPublisher):
         self._probe.begin(self.policy_version)
         return self._judge_probe()
 
-    def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
-        """Takes an optimizer's `step` and publishes its weights, if a publish is `due` or the
-        servers wait for one. Returns what `step` returns."""
-        self.before_backward()
+    def _publish(self, change_weights: Callable[[], Any], due: bool = True) -> Any:
+        """Calls `change_weights` and publishes the new weights if that is `due`. Also publishes if
+        the servers are paused: a pause must end in a publish. Returns what `change_weights`
+        returns."""
+        self.judge_last_publish()
         steps_in_place = self.transfer.steps_in_place
-        # Ctrl-C must not leave weights half written, nor a server paused, which would take its
-        # weights for torn.
+        # Ctrl-C must not leave weights half written, nor a server paused: it would take its weights
+        # for torn and exit.
         with deferred():
             if steps_in_place:
                 with self.stopwatch.part(PUBLISH):
                     self._pause_for_publish()
-            result = step()
-            # A gradient scaler that found no finite gradient skips the step: then nothing is new.
-            if optimizer is not None and not optimizer.step_was_skipped:
-                self._trainer_version += 1
-            # The step is only queued on the device, and the publish must not overtake it.
+            result = change_weights()
+            # The device may still be at it, and the publish must not overtake it.
             _synchronize()
             if due or self._phase.is_paused:
                 with self.stopwatch.part(PUBLISH):
@@ -255,8 +268,9 @@ class ServerPublisher(PolicyPublisher):
         self.on_pause()
 
     def _is_last(self) -> bool:
-        """Returns whether the step that is being taken is the run's last. In `begin`, before any
-        step, this is also true if one is left; its proof is then only judged sooner."""
+        """Returns whether the step that is being taken is the run's last. `begin` publishes before
+        any step: there this is already true if one step is left, which changes nothing, because
+        `begin` judges its publish at once anyway."""
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
     # ---------------------------------------------------------------- the arrows between two phases
@@ -272,6 +286,12 @@ class ServerPublisher(PolicyPublisher):
             self._writes_when_held = self._count_writes()
             with deferred():
                 self._pause(Phase.HELD)
+
+    def _count_writes(self) -> int:
+        """Returns how often torch has written parameters in place. If the count has risen since
+        `hold`, a checkpoint was loaded. Do not count an optimizer's steps by it: its kernels may
+        write uncounted."""
+        return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     def before_step(self) -> None:
         """Lets the servers pause while the device still computes the gradients of the first
@@ -291,16 +311,17 @@ class ServerPublisher(PolicyPublisher):
         try:
             together(self._call.result)
         except BaseException:
-            # `close` must not resume: when the lease ends, the server decides by itself.
+            # Some servers may be paused. `close` must not resume them: see `Phase`.
             self._enter(Phase.SAMPLING)
             raise
         self._enter(phase)
 
-    def computing(self) -> None:
-        """Lets the servers sleep: the trainer computes until the next publish."""
+    def let_servers_sleep(self) -> None:
+        """Lets the servers sleep: the trainer computes until the next publish, which wakes them up.
+        Servers that can sleep share no memory with the trainer: `steps_in_place` is false."""
         if self.sleep_level and self._phase is not Phase.ASLEEP:
             with deferred(), self.stopwatch.part(PUBLISH):
-                self.before_backward()
+                self.judge_last_publish()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
                 self._enter(Phase.ASLEEP)
@@ -330,8 +351,11 @@ class ServerPublisher(PolicyPublisher):
     def close(self) -> None:
         """Ends publishing and releases the leases. A server that is paused then goes on with whole
         weights, and exits with torn ones."""
-        unwritten = self._phase is Phase.HELD and self._count_writes() == self._writes_when_held
-        if self._phase is Phase.PAUSING or unwritten:
+        # Servers that `hold` has paused have whole weights unless a checkpoint was loaded since.
+        is_unwritten = False
+        if self._phase is Phase.HELD:
+            is_unwritten = self._count_writes() == self._writes_when_held
+        if self._phase is Phase.PAUSING or is_unwritten:
             self._enter(Phase.RESUMING, self.transfer.resume(self.policy_version))
         if self._phase is Phase.RESUMING:
             try:
@@ -341,11 +365,6 @@ class ServerPublisher(PolicyPublisher):
         self._enter(Phase.SAMPLING)
         self.servers.release_leases()
         super().close()
-
-    def _count_writes(self) -> int:
-        """Returns how often parameters were written in place. If the count has risen since `hold`,
-        a checkpoint was loaded. An optimizer's kernels may write without being counted."""
-        return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     # ------------------------------------------------------------------------------------ the proof
 
@@ -367,15 +386,15 @@ class ServerPublisher(PolicyPublisher):
         """Begins a probe if the schedule finds one due after this publish. Judges it at once after
         the first publish and the last."""
         schedule = self._probe.schedule
-        last = self._is_last()
+        is_last = self._is_last()
 
-        def count_and_decide() -> tuple[bool, bool, bool]:
-            due = schedule.due(time.perf_counter(), last)  # counts this publish
-            at_once = last or schedule.publishes == 1
-            return due, at_once, schedule.long
+        def decide() -> tuple[bool, bool, bool]:
+            due = schedule.count_publish(time.perf_counter(), is_last)
+            is_first = schedule.publishes == 1
+            return due, is_first or is_last, schedule.long
 
-        # Rank 0 decides: the others' clocks differ, and their schedules do not count.
-        due, at_once, long = on_main(count_and_decide)
+        # Rank 0 decides: clocks of ranks differ, and only its schedule counts publishes.
+        due, at_once, long = on_main(decide)
         if due:
             self._probe.begin(self.policy_version, long)
             if at_once:
@@ -391,6 +410,8 @@ class ServerPublisher(PolicyPublisher):
         ended = time.perf_counter()
         seconds = ended - began
         self._probe.schedule.ran(seconds, ended)
+        # Two readers: the summary of the run takes its worst probe, and the log takes each. The log
+        # repeats the first probe's difference, because rounding is judged in proportion to it.
         self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, result.max_abs_diff)
         for name, value in result._asdict().items():
             self._metrics[f"policy/probe_{name}"].append(value)
@@ -451,8 +472,9 @@ def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    parameters = list(layers[2].parameters()) if len(layers) > 2 else []
-    parameters += model.parameters()
+    parameters = list(model.parameters())
+    if len(layers) > 2:
+        parameters = [*layers[2].parameters(), *parameters]
     trained = next(parameter for parameter in parameters if parameter.requires_grad)
     trained.register_post_accumulate_grad_hook(record)
     return event
