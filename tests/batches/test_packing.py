@@ -124,7 +124,7 @@ def scored_as_apart(model, ids, mask, row_format, prompt_numbers) -> None:
             torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("multiple", [1, 16, 512])  # 512: more than (B, P + C) has
 def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
     ids, mask = padded(250)
     seen = []

@@ -102,11 +102,14 @@ class Layout(NamedTuple):
         columns = (completion_begin + column)[scored_places]
 
         # Up to the next multiple, a part of no rollout fills the row: 2 tokens follow 6 if the
-        # multiple is 4. Any tokens will do.
+        # multiple is 4. Any tokens will do. These are the first of (B, P + C), again and again if
+        # the multiple is larger than that.
         filling = -len(tokens) % row_format.multiple
         if filling:
-            tokens = np.append(tokens, np.arange(filling))
-            position = np.append(position, np.arange(filling))
+            filling_position = np.arange(filling)
+            filling_tokens = filling_position % (len(lengths) * padded_width)
+            tokens = np.append(tokens, filling_tokens)
+            position = np.append(position, filling_position)
             parts = parts.with_filling(filling)
         is_scored = np.zeros(len(tokens), dtype=np.int64)  # (T,)
         is_scored[scored_places] = 1
