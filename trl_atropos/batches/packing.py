@@ -102,8 +102,8 @@ class Layout(NamedTuple):
         columns = (completion_begin + column)[scored_places]
 
         # Up to the next multiple, a part of no rollout fills the row: 2 tokens follow 6 if the
-        # multiple is 4. Any tokens will do. These are the first of (B, P + C), again and again if
-        # the multiple is larger than that.
+        # multiple is 4. Any tokens will do. These are the first of (B, P + C), which repeat if
+        # there are too few.
         filling = -len(tokens) % row_format.multiple
         if filling:
             filling_position = np.arange(filling)
