@@ -161,7 +161,7 @@ class BatchPuller:
 
         A program that registers this run's trainer may always use one name, also at a new API. An
         API is FOREIGN if another run registered first, and the API kept that registration. The name
-        of a NEW one was sent just now, or by an earlier life of this run that pulled no batch.
+        of a NEW one was sent just now, or earlier: by a life of this run that pulled no batch, say.
         """
         current = self.deliveries.current
         if holder == current.registration:

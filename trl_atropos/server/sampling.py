@@ -85,8 +85,8 @@ class Sampling:
 
     def __init__(self, engine, plane: ControlPlane) -> None:
         self.plane = plane
-        self.policy_version = 0  # New requests sample from it,
-        # and with this adapter; None: without one.
+        # New requests sample from this version, and with this adapter (None: without one).
+        self.policy_version = 0
         self.adapter: LoRARequest | None = None
         # unfinished requests by adapter id: an adapter in use must not be overwritten
         self.in_flight: Counter[int | None] = Counter()
