@@ -394,7 +394,7 @@ def score_all(
     prompt_mask, completion_mask = mask.split((prompt_width, completion_width), dim=1)
     lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)])
     prompt_lengths, completion_lengths = lengths.cpu().numpy()  # (B,) each
-    layouts = []
+    layouts = []  # all before the first forward pass, because copies to the device wait for it
     for rollouts in micro_batches:
         numbers = prompt_numbers
         if prompt_numbers is not None:
