@@ -1,7 +1,8 @@
 """The values of `vllm_mode`, by which new weights reach a vLLM server, and their properties.
 
 Settings, recipe, check, services, server and trainer look a mode up in `MODES` and ask for its
-properties, so that nobody else compares names. `weights/publisher.py` makes each mode's `Transfer`.
+properties, instead of comparing names. Only `transfer_of` in `weights/publisher.py` compares names:
+it makes each mode's `Transfer`. So a new mode needs an entry here and a case there.
 """
 
 from dataclasses import dataclass

@@ -95,6 +95,16 @@ HOW_TO_QUOTE = (
 NO_KEY = "none"  # servers of the run ask for no API key
 # Seed of the environments of evaluations, whatever that of the run: the same problems for all runs.
 EVALUATION_SEED = 0
+# Settings by which other programs of TRL name their prompts and rewards.
+PROMPT_DATASET = (
+    "dataset_name",
+    "dataset_config",
+    "dataset_train_split",
+    "dataset_test_split",
+    "dataset_streaming",
+    "reward_funcs",
+    "reward_model_name_or_path",
+)
 HELP = "See `python -m trl_atropos.train --help`."
 EXAMPLE = "recipes/quickstart/colocate.yaml"
 
@@ -174,17 +184,18 @@ class Recipe:
         if spec.path is None:
             return {"openai": servers}
         training = self.training
-        ahead = spec.config.get("max_batches_offpolicy", 1)
+        offpolicy_batches = spec.config.get("max_batches_offpolicy", 1)
         known = {
             "rollout_server_url": training.atropos_url,
             "tokenizer_name": str(self.model.model_name_or_path),
             "temperature": training.temperature,
             "seed": training.seed,
             "total_steps": -1,  # as many as the trainer takes
-            "max_batches_offpolicy": ahead,
-            # Groups in flight, of which Atropos never has more than fill `max_batches_offpolicy`
-            # batches.
-            "max_num_workers": training.generation_batch_size * max(1, ahead),
+            "max_batches_offpolicy": offpolicy_batches,
+            # Each worker samples one group. By itself, Atropos starts no more workers than fill
+            # `max_batches_offpolicy` batches. This bound is as many as those batches have rollouts,
+            # so it is never the lower one.
+            "max_num_workers": training.generation_batch_size * max(1, offpolicy_batches),
             # the trainer counts groups without variance, or replaces them
             "ensure_scores_are_not_same": False,
             "use_wandb": False,
@@ -196,7 +207,7 @@ class Recipe:
             "env": {**known, **spec.config},
             "openai": servers,
             "slurm": False,
-            # for `environment_site/run.py`, which refuses unknown ones
+            # `environment_site/run.py` refuses those that the environment does not have.
             "stated": list(spec.config),
         }
 
@@ -247,7 +258,8 @@ class Recipe:
                 "data_path_to_save_groups": str(folder / GROUPS),
                 "include_messages": False,
             }
-        content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
+        content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed}
+        content["env"] |= spec.config  # again, because it wins over what is fixed here
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         return [*spec.groups_command(kind, self.placeholders()), "--config", str(path)]
@@ -316,7 +328,7 @@ def parse(argv: list[str]) -> Recipe:
     parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
     if path is not None:
-        _load_checked(path, known)
+        _load_checked(path, known)  # only for its errors: the parser reads the file itself
     for overlay in overlays:
         parser.overlaid |= _overlay_settings(overlay, path, known)
     try:
@@ -359,7 +371,8 @@ def _unknown_arguments(words: list[str], argv: list[str], known: set[str]) -> Re
 def _located(
     error: Exception, argv: list[str], path: str | None, overlays: list[str]
 ) -> RecipeError:
-    """Returns the error of a configuration with the file that is wrong, unless a flag is."""
+    """Returns the error of a configuration. It begins with the files' names, unless a flag of the
+    command line is wrong."""
     place = ""
     if path is not None and not _is_about_flag(error, argv):
         files = " with ".join([path, *overlays])
@@ -497,9 +510,14 @@ def _wanted(key: str, value: Any, hint: Any) -> str | None:
 
 
 def _suggest(key: str, known: set[str]) -> str:
-    """Returns what to do about a setting that there is not."""
+    """Returns what to do about a setting that does not exist."""
     if key in REMOVED:
         return f"It is no setting any more. {REMOVED[key]}"
+    if key in PROMPT_DATASET:
+        return (
+            "Leave it out: prompts and rewards come from `environments:`, as in "
+            "`environments: [my_task/environment.py]`."
+        )
     close = difflib.get_close_matches(key, known, n=1)
     if not close:
         return HELP
@@ -507,26 +525,28 @@ def _suggest(key: str, known: set[str]) -> str:
 
 
 def _scheduled(recipe: Recipe) -> Recipe:
-    """Returns the recipe with its evaluations scheduled: Transformers asks as often as any of them
-    is due.
-
-    With evaluations every 20 and every 30 optimizer steps, it asks every 10.
+    """Returns the recipe with its evaluations scheduled. Transformers calls the evaluator at the
+    start, and so often that no evaluation is missed: every 10 optimizer steps, if one evaluation is
+    due every 20 and another every 30.
     """
     if not recipe.evaluations:
         return recipe
     training = recipe.training
-    usual = None  # optimizer steps between two evaluations that do not say it themselves
+    default_every = None  # optimizer steps, for evaluations without `every`
     if training.eval_strategy == "steps":
-        usual = training.eval_steps
-        if usual < 1:
-            usual *= training.max_steps
-        usual = math.ceil(usual)  # as Transformers, which leaves a 1 of the command line as a float
+        default_every = training.eval_steps
+        if default_every < 1:  # a share of the run: 0.2 of 100 steps is every 20
+            default_every *= training.max_steps
+        # Rounded up as by Transformers. It is a float also if the command line says 1.
+        default_every = math.ceil(default_every)
     evaluations = []
     for spec in recipe.evaluations:
-        every = spec.every or usual
+        every = spec.every or default_every
         evaluations.append(spec.model_copy(update={"every": every}))
     steps = [spec.every for spec in evaluations if spec.every]
-    eval_steps = math.gcd(*steps) or training.max_steps
+    eval_steps = training.max_steps  # at the start and at the end only, if none is due between
+    if steps:
+        eval_steps = math.gcd(*steps)
     check_best_model(training, evaluations, eval_steps)
     scheduled = replace(recipe, evaluations=evaluations)
     return scheduled.with_training(

@@ -167,7 +167,7 @@ def _check_evaluations(recipe: "Recipe") -> None:
     if not recipe.evaluations:
         by_steps = training.eval_strategy == "steps"
         if by_steps or training.eval_on_start or training.metric_for_best_model is not None:
-            seen = f"eval_strategy: {training.eval_strategy}"
+            seen = f"eval_strategy: {training.eval_strategy.value}"
             fix = "List `evaluations` in the recipe, each with the `path` of an environment."
             raise RecipeError("There is nothing to evaluate", seen, fix)
     elif training.replay_paths is not None:

@@ -16,8 +16,8 @@ from tests.rollout_factory import (
     uniform_batch,
 )
 from trl_atropos.batches.micro_batches import (
-    FIRST,
-    MOST,
+    FIRST_TOKENS,
+    MOST_TOKENS,
     SHARE,
     TokenBudget,
     lengths_of,
@@ -152,9 +152,11 @@ def test_packed_rollouts_fill_micro_batch():
 def test_micro_batch_size_follows_gpu_memory():
     gib = 1 << 30
     assert tokens_that_fit(10 * gib, per_token=1 << 20) == 6144  # 60 % of it
-    assert tokens_that_fit(10 * gib, per_token=1 << 10) == MOST
-    assert tokens_that_fit(gib, per_token=1 << 20) == FIRST  # that have been seen to fit
-    assert tokens_that_fit(10 * gib, per_token=0.0) == FIRST  # too few micro-batches to measure one
+    assert tokens_that_fit(10 * gib, per_token=1 << 10) == MOST_TOKENS
+    assert tokens_that_fit(gib, per_token=1 << 20) == FIRST_TOKENS  # that have been seen to fit
+    assert (
+        tokens_that_fit(10 * gib, per_token=0.0) == FIRST_TOKENS
+    )  # too few micro-batches to measure one
 
 
 def test_server_memory_is_not_for_micro_batches(monkeypatch):
@@ -170,7 +172,7 @@ def test_server_memory_is_not_for_micro_batches(monkeypatch):
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
     budget = TokenBudget(torch.device("cpu"), gradients=2 * gib)
-    assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
+    assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST_TOKENS
     budget._per_token = 4 << 20
     assert budget.of_next_batch(gather=lambda tokens: tokens) == int(SHARE * 36 * 256)
 
@@ -190,7 +192,7 @@ def test_largest_need_and_poorest_rank_set_budget(monkeypatch):
     budgets = []
     for other_rank in (10_000, 5000):
         budget = TokenBudget(torch.device("cpu"), gradients=0)
-        assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
+        assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST_TOKENS
         peaks += [gib + 4000 * mib, gib + 1000 * mib]
         for _ in range(2):
             with budget.measured(1000):

@@ -124,7 +124,7 @@ def scored_as_apart(model, ids, mask, row_format, prompt_numbers) -> None:
             torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("multiple", [1, 16, 512])  # 512: more than (B, P + C) has
 def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
     ids, mask = padded(250)
     seen = []
@@ -132,9 +132,10 @@ def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
     def model(**inputs):
         seen.append(inputs)
 
-    def forward(model, row, scored, keep):
-        model(input_ids=row, attention_mask=scored)
-        scores = (row * scored)[:, 1:].float()  # of a token where the one before it stands
+    def forward(model, input_ids, attention_mask, logits_to_keep):
+        model(input_ids=input_ids, attention_mask=attention_mask)
+        scored_ids = input_ids * attention_mask
+        scores = scored_ids[:, 1:].float()  # of a token where the one before it stands
         return scores, -scores, None
 
     layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, row_format_of(policy, multiple))
@@ -162,13 +163,13 @@ def test_comment_examples_are_true():
     packed = packing.Layout.of([1, 2], [1, 2], 2, 2, row_format)
     assert packed.tokens.tolist() == [[1, 2, 4, 5, 6, 7]]
     assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert packed.scored.tolist() == [[0, 1, 0, 0, 1, 1]]
+    assert packed.is_scored.tolist() == [[0, 1, 0, 0, 1, 1]]
     assert packed.predicts.tolist() == [0, 3, 4]
     assert packed.columns.tolist() == [0, 2, 3]
 
     padded = packing.Layout.padded(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 0], [1, 1]]))
     assert padded.tokens.tolist() == [[1, 2, 1, 1], [4, 5, 6, 7]]
-    assert padded.scored.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
+    assert padded.is_scored.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
     assert padded.predicts.tolist() == [0, 5, 6]
     assert padded.columns.tolist() == [0, 2, 3]
 

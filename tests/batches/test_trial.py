@@ -122,9 +122,10 @@ def test_packed_rollouts_are_scored_as_alone(name):
     layout = packing.Layout.of([1] * 5, completions, 1, max(completions), row_format_of(model))
     ids = torch.nn.utils.rnn.pad_sequence(rollouts, batch_first=True)
 
-    def forward(packed, row, scored, keep):
-        logprobs = packed(row, scored, use_cache=False).logits[:, :-1].log_softmax(-1)
-        return logprobs.gather(2, row[:, 1:, None])[..., 0], None, None
+    def forward(packed_model, input_ids, attention_mask, logits_to_keep):
+        logits = packed_model(input_ids, attention_mask, use_cache=False).logits[:, :-1]
+        logprobs = logits.log_softmax(-1)
+        return logprobs.gather(2, input_ids[:, 1:, None])[..., 0], None, None
 
     with torch.no_grad():
         scored = packing.score_packed(forward, model, ids, max(completions), layout)[0]

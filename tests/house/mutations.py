@@ -141,6 +141,12 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/packing.py",
+        "filling_position % (len(lengths) * padded_width)",
+        "filling_position",
+        "tests/batches/test_packing.py::test_row_holds_tokens_once_and_returns_scores",
+    ),
+    Mutation(
+        "trl_atropos/batches/packing.py",
         "WORTH_SHARING = 1 / 8",
         "WORTH_SHARING = 1 / 80",
         "tests/batches/test_packing.py::test_prompts_stay_unshared_without_gain",

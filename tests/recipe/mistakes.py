@@ -18,6 +18,7 @@ from typing import Any
 from tests.check.desk import SOURCE, Desk
 from trl_atropos.config import REMOVED
 from trl_atropos.errors import ERROR, WARNING
+from trl_atropos.recipe import PROMPT_DATASET
 
 ROOT = Path(__file__).parents[2]
 # Settings of a good recipe that are other than in `Desk.recipe`, or a function that plants the
@@ -210,6 +211,23 @@ MISTAKES = {
         )
         for name, replacement in REMOVED.items()
     },
+    **{
+        f"{name}, as for a prompt dataset": Mistake(
+            {name: "some"},
+            f"recipe.yaml: unknown key `{name}`",
+            f"{name}: some",
+            "prompts and rewards come from `environments:`, as in `environments: [",
+            "unknown-key",
+        )
+        for name in PROMPT_DATASET
+    },
+    "a prompt dataset as a flag": Mistake(
+        lambda desk: desk.recipe(options=("--dataset_name", "some")),
+        "Unknown arguments: --dataset_name some",
+        "--dataset_name some",
+        "prompts and rewards come from `environments:`",
+        "unknown-flag",
+    ),
     "a number for a text": Mistake(
         {"model_name_or_path": 7},
         "recipe.yaml: `model_name_or_path` is 7",
@@ -507,7 +525,7 @@ MISTAKES = {
     "nothing to evaluate": Mistake(
         {"eval_strategy": "steps"},
         "There is nothing to evaluate",
-        "eval_strategy: ",
+        "eval_strategy: steps",
         "List `evaluations` in the recipe",
     ),
     "a best model of a policy that moves on": Mistake(

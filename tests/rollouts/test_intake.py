@@ -8,6 +8,7 @@ import pytest
 from tests.rollouts.conftest import DATA, admitted, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import share_dropped
+from trl_atropos.rollouts import drop_reasons
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
@@ -50,6 +51,17 @@ def test_masked_gap_is_context_without_logprobs():
     assert row.mask.tolist() == trained[first : last + 1]
     assert not row.mask.all()
     assert is_unknown(row.logprobs) == (~row.mask).tolist()
+
+
+def test_every_drop_reason_has_description():
+    """But for those of which a waiting run is told otherwise."""
+    reasons = {
+        value
+        for name, value in vars(drop_reasons).items()
+        if name.isupper() and isinstance(value, str)
+    }
+    elsewhere = {"evaluation", "lost_in_delivery", "resumed_mid_batch"}
+    assert reasons - drop_reasons.DESCRIPTIONS.keys() == elsewhere
 
 
 def test_evaluation_group_is_never_trained_on():

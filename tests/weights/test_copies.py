@@ -28,7 +28,7 @@ pairs = [
 ]
 tables = [copies.runs_of(*one) for one in pairs]
 table = torch.from_numpy(numpy.concatenate(tables))
-copies._copy_runs[(len(table),)](table, copies.MOST, copies.AT_ONCE)
+copies._copy_runs[(len(table),)](table, copies.MOST_WORDS, copies.WORDS_AT_ONCE)
 for target, source in pairs:
     assert torch.equal(target, source) and target.abs().sum() > 0, target.shape
     target.zero_()

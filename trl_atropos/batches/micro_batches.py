@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 # What one more micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16
 
-# If the configuration sets no bound, a GPU's micro-batches have `FIRST` tokens in the first step,
-# and from then on as many as fit into `SHARE` of the free memory. `MOST` bounds them, because
-# larger ones are no faster. The rest is for gaps among blocks of many sizes: on an H100, torch held
-# a fifth on top of what was allocated, and could use none of it.
-FIRST = 4096
-MOST = 16384
+# If the configuration sets no bound, a GPU's micro-batches have `FIRST_TOKENS` in the first step.
+# From then on, they have as many as fit into `SHARE` of the free memory. `MOST_TOKENS` bounds
+# them, because larger ones are no faster. The rest is for gaps among blocks of many sizes: on an
+# H100, torch held a fifth on top of what was allocated, and could use none of it.
+FIRST_TOKENS = 4096
+MOST_TOKENS = 16384
 SHARE = 0.6
 
 Batch = dict[str, Tensor]
@@ -226,7 +226,7 @@ class TokenBudget:
         all take as many tokens as the rank with the least memory can."""
         if self._tokens is None and not self.measures:
             self.measures = True
-            return FIRST
+            return FIRST_TOKENS
         if self.measures:
             fitting = tokens_that_fit(self._free_bytes(), self._per_token)
             of_ranks = gather(torch.tensor([fitting], device=self._device))
@@ -252,9 +252,9 @@ def tokens_that_fit(free: int, per_token: float) -> int:
     """Returns how many tokens a micro-batch gets if so many bytes are free and each token takes
     `per_token` of them (0: not known)."""
     if not per_token:
-        return FIRST
+        return FIRST_TOKENS
     fitting = int(SHARE * free / per_token)
-    return min(MOST, max(FIRST, fitting))
+    return min(MOST_TOKENS, max(FIRST_TOKENS, fitting))
 
 
 # ------------------------------------------------------------------------------------------ tensors

@@ -13,7 +13,9 @@ padded (`micro_batches.without_padding`).
 Index arithmetic follows one convention. A table has a plural name and an entry for each rollout,
 part or group: `lengths[2]` is the length of rollout 2. An index has a singular name and an entry
 for each token of the row: `rollout[5]` is the rollout of the token at place 5. So
-`lengths[rollout]` has an entry for each token, the length of its rollout.
+`lengths[rollout]` has an entry for each token, the length of its rollout. Results are exempt: the
+fields of `Layout` (`tokens`, `predicts`, `columns`) and `keys` have plural names, and an entry for
+each token or key.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,13 +47,13 @@ class Layout(NamedTuple):
         row          a  b  c  d  e  f
         positions    0  1  0  1  2  3
         tokens       1  2  4  5  6  7
-        scored       0  1  0  0  1  1
+        is_scored    0  1  0  0  1  1
         predicts     0  3  4            in the row: `a` predicts `b`, `d` predicts `e`, and so on
         columns      0  2  3            of `b`, `e` and `f` in (B, C) flattened
     """
 
     tokens: Tensor  # (R, T), into the flattened (B, P + C)
-    scored: Tensor  # (R, T): 1 for a token of a completion, else 0
+    is_scored: Tensor  # (R, T): 1 for a token of a completion, else 0
     # (N,), into the flattened rows: the token before each token of a completion
     predicts: Tensor
     columns: Tensor  # (N,), into the flattened (B, C)
@@ -63,7 +65,7 @@ class Layout(NamedTuple):
         prompt_lengths: Ints,
         completion_lengths: Ints,
         prompt_width: int,
-        width: int,
+        completion_width: int,
         row_format: RowFormat,
         prompt_numbers: Ints | None = None,
     ) -> "Layout":
@@ -74,7 +76,7 @@ class Layout(NamedTuple):
             prompt_lengths: (B,), tokens of each prompt, at least 1.
             completion_lengths: (B,), tokens of each completion.
             prompt_width: P.
-            width: C.
+            completion_width: C.
             row_format: how the row is computed.
             prompt_numbers: (B,), the same number for rollouts with the same prompt. They share it
                 if that pays.
@@ -91,26 +93,31 @@ class Layout(NamedTuple):
         rollout = parts.rollouts[part]  # 0  0  1  1  1  1
         position = parts.shared_lengths[part] + place  # 0  1  0  1  2  3: in the rollout
         column = position - prompt_lengths[rollout]  # -1  0 -2 -1  0  1: in the completion
-        padded_begin = rollout * (prompt_width + width)  # 0  0  4  4  4  4: in (B, P + C)
+        padded_width = prompt_width + completion_width
+        padded_begin = rollout * padded_width  # 0  0  4  4  4  4: in (B, P + C)
         tokens = padded_begin + prompt_width + column  # 1  2  4  5  6  7
-        completion_begin = rollout * width  # 0  0  2  2  2  2: in (B, C)
+        completion_begin = rollout * completion_width  # 0  0  2  2  2  2: in (B, C)
 
-        scored = np.flatnonzero(column >= 0)  # (N,), in the row
-        columns = (completion_begin + column)[scored]
+        scored_places = np.flatnonzero(column >= 0)  # (N,), in the row
+        columns = (completion_begin + column)[scored_places]
 
+        # Up to the next multiple, a part of no rollout fills the row: 2 tokens follow 6 if the
+        # multiple is 4. Any tokens will do. These are the first of (B, P + C), which repeat if
+        # there are too few.
         filling = -len(tokens) % row_format.multiple
         if filling:
-            # tokens of no rollout, which only fill the row
-            tokens = np.append(tokens, np.arange(filling))
-            position = np.append(position, np.arange(filling))
+            filling_position = np.arange(filling)
+            filling_tokens = filling_position % (len(lengths) * padded_width)
+            tokens = np.append(tokens, filling_tokens)
+            position = np.append(position, filling_position)
             parts = parts.with_filling(filling)
         is_scored = np.zeros(len(tokens), dtype=np.int64)  # (T,)
-        is_scored[scored] = 1
+        is_scored[scored_places] = 1
         keys = np.zeros(0, dtype=np.int64)
         if len(sharing.owners):
             keys = parts.keys()
 
-        arrays = [tokens, is_scored, position, scored - 1, columns, keys]
+        arrays = [tokens, is_scored, position, scored_places - 1, columns, keys]
         tensors = _copied_at_once(arrays, row_format.device)
         tokens, is_scored, position, predicts, columns, keys = tensors
         inputs = row_format.inputs(position[None], parts.lengths, parts.shared_lengths, keys)
@@ -127,7 +134,7 @@ class Layout(NamedTuple):
 
             rows         a  b  a  a  |  c  d  e  f
             tokens       1  2  1  1  |  4  5  6  7      padding repeats the first token
-            scored       0  1  0  0  |  0  0  1  1
+            is_scored    0  1  0  0  |  0  0  1  1
             predicts     0  5  6
             columns      0  2  3
 
@@ -137,7 +144,7 @@ class Layout(NamedTuple):
             multiple: of the width of the rows.
         """
         count, prompt_width = prompt_mask.shape
-        width = completion_mask.size(1)
+        completion_width = completion_mask.size(1)
         device = prompt_mask.device
         prompt_lengths = prompt_mask.sum(1, keepdim=True)  # (B, 1)
         lengths = prompt_lengths + completion_mask.sum(1, keepdim=True)  # (B, 1)
@@ -147,26 +154,26 @@ class Layout(NamedTuple):
         is_inside = position < lengths
         rollout = torch.arange(count, device=device)[:, None]  # (B, 1)
         column = position - prompt_lengths  # (B, T), in the completion; below 0 in the prompt
-        padded_begin = rollout * (prompt_width + width)  # (B, 1), in (B, P + C)
+        padded_begin = rollout * (prompt_width + completion_width)  # (B, 1), in (B, P + C)
         tokens = padded_begin + prompt_width + column
         # padding repeats the first token, which the mask hides
         first_token = tokens[:, :1]
         tokens = tokens.where(is_inside, first_token)
         is_scored = is_inside & (column >= 0)
-        scored = is_scored.flatten().nonzero()[:, 0]  # (N,), in the rows
-        predicts = scored - 1
-        completion_begin = rollout * width  # (B, 1), in (B, C)
+        scored_places = is_scored.flatten().nonzero()[:, 0]  # (N,), in the flattened rows
+        predicts = scored_places - 1
+        completion_begin = rollout * completion_width  # (B, 1), in (B, C)
         columns = (completion_begin + column)[is_scored]
         inputs = {"attention_mask": is_inside.long()}
         return cls(tokens, is_scored.long(), predicts, columns, inputs)
 
-    def in_columns(self, values: Tensor, count: int, width: int) -> Tensor:
-        """Returns values of the completions' tokens, (N, ...), as (B, C, ...), with 0 on
-        padding."""
+    def in_columns(self, values: Tensor, count: int, completion_width: int) -> Tensor:
+        """Returns values of the completions' tokens, (N, ...), as (B, C, ...), with 0 on padding.
+        `count` is B, and `completion_width` is C."""
         _, *shape = values.shape
-        padded = values.new_zeros(count * width, *shape)
+        padded = values.new_zeros(count * completion_width, *shape)
         padded = padded.index_copy(0, self.columns, values)
-        return padded.view(count, width, *shape)
+        return padded.view(count, completion_width, *shape)
 
 
 def number_prompts(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -184,7 +191,8 @@ class _Sharing(NamedTuple):
     """Lists the G prompts that stand in the row once, each for several rollouts."""
 
     owners: np.ndarray  # (G,), for each shared prompt a rollout that begins with it
-    # (B,), the shared prompt of each rollout, from 0 to G - 1; any number if it shares no token
+    # (B,), the shared prompt of each rollout, from 0 to G - 1. A rollout that shares no token has
+    # any number, even -1: `_Parts.keys` discards what it finds there.
     prompts: np.ndarray
     shared_lengths: np.ndarray  # (B,), tokens that each rollout shares, or 0
 
@@ -196,15 +204,21 @@ def _share_prompts(
     Returns the prompts to share: none if that saves too little.
 
     Three rollouts have the prompts `c d`, `a` and `c d`, whose `prompt_numbers` are 5, 3 and 5. So
-    `a` is group 0, and `c d` is group 1:
+    `a` is group 0, and `c d` is group 1. An entry for each group:
 
-        groups            1  0  1     of each rollout
-        firsts            1  0        rollout of each group
-        sizes             1  2        rollouts in each group
-        is_shared         0  1        for each group
-        numbers          -1  0        of each group among the groups that share
-        owners            0           rollout 0 has the only shared prompt
-        shared_lengths    1  0  1     of each rollout: `c`; `d` stays with each of them
+        group              0   1
+        firsts             1   0      its first rollout
+        sizes              1   2      its rollouts
+        is_shared          0   1
+        numbers           -1   0      its number among the groups that share their prompt
+
+    An entry for each rollout:
+
+        rollout            0   1   2
+        groups             1   0   1
+        shared_lengths     1   0   1      `c`; `d` stays with each of them
+
+    The only shared prompt is that of rollout 0, so `owners` is [0].
     """
     zeros = np.zeros_like(prompt_lengths)
     nothing = _Sharing(owners=np.zeros(0, dtype=np.int64), prompts=zeros, shared_lengths=zeros)
@@ -318,7 +332,11 @@ def _copied_at_once(arrays: Sequence[np.ndarray], device: torch.device) -> Seque
 
 
 def score_packed(
-    forward: Callable[..., Scores], model: Any, ids: Tensor, keep: int, layout: Layout
+    forward: Callable[..., Scores],
+    model: Any,
+    ids: Tensor,
+    completion_width: int,
+    layout: Layout,
 ) -> Scores:
     """
     Scores a padded micro-batch as one row.
@@ -326,23 +344,29 @@ def score_packed(
     Args:
         forward: TRL's `_get_per_token_logps_and_entropies`.
         ids: (B, P + C).
-        keep: C.
+        completion_width: C.
 
     Returns:
         Log-probabilities and entropies, (B, C) each, 0 on padding, and no auxiliary loss.
     """
 
-    def packed(input_ids, attention_mask, **options):
+    def packed_model(input_ids, attention_mask, **options):
+        """Stands in for the model. `layout.inputs` take the place of TRL's mask."""
         return model(input_ids=input_ids, **layout.inputs, **options)
 
     def in_columns(scores: Tensor) -> Tensor:
-        of_completions = scores[0, layout.predicts]  # (N,)
-        return layout.in_columns(of_completions, len(ids), keep)
+        completion_scores = scores[0, layout.predicts]  # (N,)
+        return layout.in_columns(completion_scores, len(ids), completion_width)
 
     row = ids.flatten()[layout.tokens]  # (1, T)
-    # TRL scores the tokens that its mask leaves. The model does not see this mask. Scores are
-    # (1, T - 1), each in the place of the token before.
-    logprobs, entropies, _ = forward(packed, row, layout.scored, row.size(1) - 1)
+    # TRL scores the tokens that its mask leaves, and the model does not see this mask. Scores are
+    # (1, T - 1): the score of a token stands in the place of the token before it.
+    logprobs, entropies, _ = forward(
+        packed_model,
+        input_ids=row,
+        attention_mask=layout.is_scored,
+        logits_to_keep=row.size(1) - 1,
+    )
     if entropies is not None:
         entropies = in_columns(entropies)
     return in_columns(logprobs), entropies, None
@@ -353,7 +377,7 @@ def score_all(
     model: Any,
     ids: Tensor,
     mask: Tensor,
-    keep: int,
+    completion_width: int,
     micro_batches: Sequence[slice],
     row_format: RowFormat,
     prompt_numbers: np.ndarray | None = None,
@@ -366,11 +390,11 @@ def score_all(
         micro_batches: rollouts of each; together, all of the batch in its order.
         prompt_numbers: (B,), as in `Layout.of`.
     """
-    prompt_width = ids.size(1) - keep
-    prompt_mask, completion_mask = mask.split((prompt_width, keep), dim=1)
+    prompt_width = ids.size(1) - completion_width
+    prompt_mask, completion_mask = mask.split((prompt_width, completion_width), dim=1)
     lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)])
     prompt_lengths, completion_lengths = lengths.cpu().numpy()  # (B,) each
-    layouts = []
+    layouts = []  # all before the first forward pass, because copies to the device wait for it
     for rollouts in micro_batches:
         numbers = prompt_numbers
         if prompt_numbers is not None:
@@ -379,7 +403,7 @@ def score_all(
             prompt_lengths[rollouts],
             completion_lengths[rollouts],
             prompt_width,
-            keep,
+            completion_width,
             row_format,
             numbers,
         )
@@ -387,7 +411,7 @@ def score_all(
     logprobs = []
     entropies = []
     for rollouts, layout in zip(micro_batches, layouts):
-        scores = score_packed(forward, model, ids[rollouts], keep, layout)
+        scores = score_packed(forward, model, ids[rollouts], completion_width, layout)
         logprobs.append(scores[0])
         entropies.append(scores[1])
     if entropies[0] is None:

@@ -19,7 +19,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.batches.micro_batches import FIRST
+from trl_atropos.batches.micro_batches import FIRST_TOKENS
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of, parallel, server_flags
 from trl_atropos.recipe import Recipe, read_yaml
@@ -376,7 +376,7 @@ class Case:
         rollouts = self.training.per_device_train_batch_size
         tokens = self.training.max_tokens_per_micro_batch
         if self.chooses_token_budget:
-            tokens = FIRST
+            tokens = FIRST_TOKENS
         if tokens is None:
             return rollouts
         return max(1, min(rollouts, tokens // self.length))

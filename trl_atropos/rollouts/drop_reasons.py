@@ -19,7 +19,10 @@ OVER_SHARE = "over_share"  # Its environment is ahead of its share.
 LOST_IN_DELIVERY = "lost_in_delivery"  # The API handed it out in vain, or its file is gone.
 RESUMED_MID_BATCH = "resumed_mid_batch"  # A checkpoint in mid-batch came after it was handed out.
 
-# Complete the sentence "since the last step these were dropped: 3 ...", for a run that waits.
+# Complete the sentence "since the last step these were dropped: 3 ...", for a run that waits. They
+# are not only texts: `AtroposSource.metrics` reports each reason here from the first step on, as 0
+# if nothing was dropped. Only INTAKE_REASONS and LOST_IN_DELIVERY are reported so without being
+# here. Any other reason has a metric only once something was dropped for it.
 DESCRIPTIONS = {
     STALE: "too old (`max_staleness`: raise it, or lower "
     "the environments' `max_batches_offpolicy`)",

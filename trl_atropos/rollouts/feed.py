@@ -45,7 +45,7 @@ class Feed:
         selection: decides which of them are trained.
         output_dir: where the checkpoints are that need the spool.
         saves: the run saves checkpoints.
-        ahead: rollouts to have ready while nobody waits for any.
+        prefetch: rollouts to have ready while nobody waits for any.
     """
 
     puller: BatchPuller
@@ -55,7 +55,7 @@ class Feed:
     selection: Selection
     output_dir: str
     saves: bool
-    ahead: int
+    prefetch: int
 
     def __post_init__(self):
         self.thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -183,7 +183,7 @@ class Feed:
             return not self._stopping
 
     def _has_enough(self) -> bool:
-        return self._ready >= max(self._wanted, self.ahead)
+        return self._ready >= max(self._wanted, self.prefetch)
 
     def _pull(self) -> None:
         """Pulls once, and waits as long as the puller asks for."""

@@ -7,15 +7,17 @@ and returns `Arrival`s: batches with their place in the run, or places whose rol
 The API hands out each batch at most once, and forgets it before it answers. So we repeat a `GET
 /batch` only if it surely never left this machine.
 
-A batch gets its place in the call after the one that pulled it, because that takes the API's step,
-a second request which may fail alone.
+`pull` only fetches a batch. The next `pull` asks for the API's step and places the batch: that
+second request may fail by itself.
 """
 
 import logging
+import math
 import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import msgspec
 
@@ -41,6 +43,16 @@ logger = logging.getLogger(__name__)
 # seconds without a batch after which the API is asked to remove groups that are in its way
 STRAYS = 2.0
 LOOK_AGAIN = 1.0  # seconds without a `GET /batch`, at most
+
+
+class _Api(Enum):
+    """Compares the API that `BatchPuller.join` finds with that of the current delivery. See
+    `BatchPuller._identify`."""
+
+    SAME = auto()
+    NEW_WITH_SAME_NAME = auto()
+    FOREIGN = auto()
+    NEW = auto()
 
 
 @dataclass(eq=False)
@@ -101,7 +113,7 @@ class BatchPuller:
         is_new = reset or name not in self.spool.registrations
         # Environments go on from the API's step, which counts batches, including those of this
         # run's earlier APIs.
-        batches_before = -(-deliveries.current.end // self.registration.batch_size)  # rounded up
+        batches_before = math.ceil(deliveries.current.end / self.registration.batch_size)
         step = max(self.registration.starting_step, batches_before)
         if is_new:
             name = f"{self.registration.wandb_group}-{uuid.uuid4().hex[:8]}"
@@ -110,20 +122,20 @@ class BatchPuller:
             self.registration, wandb_group=name, starting_step=step
         )
         status = join(self.client, registration, reset=reset)
+        # The API may keep an earlier registration: then its trainer has another name than `name`.
         holder = self.client.trainer() or ""
         # The API may have handed out a batch that the spool does not have.
         self._must_verify = not is_new
         deliveries.reply_was_lost = not is_new
 
+        api = self._identify(holder, status.current_step)
         registered_step = self.spool.registrations.get(holder)
-        is_same_name = holder == deliveries.current.registration
-        # A program that always registers under one name may have registered at a new API, whose
-        # step is lower.
-        if is_same_name and status.current_step >= deliveries.current.step:
-            # True if the API has assembled nothing since it was registered at.
+        if api is _Api.SAME:
+            # If the API's step is still the one at which this run registered, it may still hold
+            # batches that it had assembled before.
             deliveries.may_hold_older = deliveries.current.step == registered_step
             return []
-        if is_same_name or registered_step is None:
+        if api is not _Api.NEW:
             message = (
                 "Continuing on the Atropos API at %s, where %s had registered before: %d groups "
                 "queued, %d batches assembled. If that run is not over, the two take rollouts from "
@@ -132,8 +144,33 @@ class BatchPuller:
             logger.info(message, self.client.url, holder, status.queue_size, status.current_step)
             registered_step = status.current_step
             self.spool.note_registration(holder, registered_step)
-        deliveries.may_hold_older = holder != name or not is_new
+        has_just_registered = is_new and holder == name
+        deliveries.may_hold_older = not has_just_registered
         return deliveries.change_api(holder, registered_step)
+
+    def _identify(self, holder: str, step: int) -> _Api:
+        """
+        Returns which API this is, by its trainer's name and its step. The first line that fits
+        counts:
+
+            holder                             step         API
+            the current delivery's trainer     not lower    SAME
+            the current delivery's trainer     lower        NEW_WITH_SAME_NAME
+            unknown to this run                any          FOREIGN
+            another name of this run           any          NEW
+
+        A program that registers this run's trainer may always use one name, also at a new API. An
+        API is FOREIGN if another run registered first, and the API kept that registration. The name
+        of a NEW one was sent just now, or earlier: by a life of this run that pulled no batch, say.
+        """
+        current = self.deliveries.current
+        if holder == current.registration:
+            if step >= current.step:
+                return _Api.SAME
+            return _Api.NEW_WITH_SAME_NAME
+        if holder not in self.spool.registrations:
+            return _Api.FOREIGN
+        return _Api.NEW
 
     def _rejoin(self) -> list[Arrival]:
         """Registers again, because the API holds no trainer or another: it was restarted, or
@@ -188,14 +225,15 @@ class BatchPuller:
         return []
 
     def _request_batch(self) -> BatchReply:
-        """Returns the reply to `GET /batch`.
+        """Returns the reply to `GET /batch`. If too few rollouts are queued, sends no request and
+        returns the reply that the API would give: no batch.
 
         The request lets environments begin the next batch. If the next policy must sample it, their
         requests wait from before a batch is handed out until the policy is new.
         """
         if self.gate.enabled and self._too_few_queued():
             self.gate.open()
-            return BatchReply(None)
+            return BatchReply(batch=None)
         self.gate.close()
         has_batch = False
         self._request_since = time.monotonic()
@@ -210,8 +248,8 @@ class BatchPuller:
         return reply
 
     def _too_few_queued(self) -> bool:
-        """Returns whether the API cannot assemble a batch from its queue, if the groups there are
-        no larger than those that came. Then no request need wait."""
+        """Returns True if the API cannot assemble a batch even if all groups in its queue are as
+        large as the largest that came. Then the environments' requests need not wait."""
         largest = self.diagnosis.largest_group()
         if largest is None or self.deliveries.current.left or self.deliveries.reply_was_lost:
             return False
@@ -232,8 +270,11 @@ class BatchPuller:
         """Discards a batch that has no place in this run. Usually the API was restarted and another
         trainer registered first: then `_rejoin` raises `RolloutError` with its name."""
         if self.client.trainer() == self.deliveries.current.registration:
+            # The API assembles batches of the size that this run registered. So an HTTP cache gave
+            # out a batch of an earlier run, in answer to this run's request.
             self.deliveries.note_repeat()
-            self._must_verify = True  # if the API's step counts that batch, it is lost
+            # If the API answered as well, its step counts a batch that did not arrive and is lost.
+            self._must_verify = True
             return []
         message = (
             "The Atropos API at %s answered with a batch of %d rollouts, and this run registered "

@@ -210,7 +210,10 @@ def staleness(
 # ------------------------------------------------------------------------------------------- tables
 
 
-# Lists have 64-bit offsets, because a batch may have more values than 32 bits count.
+# Columns of a spool's files. A new column makes files of earlier versions unreadable: `from_table`
+# needs them all. `FORMAT` in `spool.py` is the only switch: raise it with each change here, so that
+# such files are passed over with a warning instead. Lists have 64-bit offsets, because a batch may
+# have more values than 32 bits count.
 COLUMNS: dict[str, pa.DataType] = {
     "index": pa.int64(),
     "group": pa.int64(),

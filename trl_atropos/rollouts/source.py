@@ -213,7 +213,7 @@ class AtroposSource:
             selection,
             output_dir=run.output_dir,
             saves=run.save_steps > 0,
-            ahead=self.prefetch_batches * run.batch_size,
+            prefetch=self.prefetch_batches * run.batch_size,
         )
 
     def _resume(self, run: RunInfo, spool: Spool) -> Selection:
@@ -271,7 +271,7 @@ class AtroposSource:
         - `rollouts/waiting_rows`: pulled, and not yet handed out.
         - `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        reasons = (*DESCRIPTIONS, LOST_IN_DELIVERY)
+        reasons = (*DESCRIPTIONS, LOST_IN_DELIVERY)  # reported even if nothing was dropped
         metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
         for name in self._environments.names().values():
             metrics[f"rollouts/rows_env_{name}"] = 0.0

@@ -74,6 +74,8 @@ RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)
 # The engine's reason to end a completion -> one of the two that the environments' client knows.
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
+# A patch of vLLM at import, because it must stand before the first request. `parse` sets
+# `flat_logprobs` in every `/generate` request, and the patch leaves out texts only for those.
 compat.leave_logprobs_without_text()
 
 
@@ -83,8 +85,8 @@ class Sampling:
 
     def __init__(self, engine, plane: ControlPlane) -> None:
         self.plane = plane
-        self.policy_version = 0  # that new requests sample from
-        # that new requests sample with; None: from the model itself
+        # New requests sample from this version, and with this adapter (None: without one).
+        self.policy_version = 0
         self.adapter: LoRARequest | None = None
         # unfinished requests by adapter id: an adapter in use must not be overwritten
         self.in_flight: Counter[int | None] = Counter()
@@ -228,7 +230,7 @@ def parse(body: bytes) -> tuple[dict, SamplingParams]:
         except (OverflowError, RecursionError) as problem:
             raise Refused(f"`{name}` is {value!r:.100}: {problem}", 400) from problem
     params.output_kind = RequestOutputKind.FINAL_ONLY
-    params.flat_logprobs = True
+    params.flat_logprobs = True  # without the tokens' texts, see `leave_logprobs_without_text`
     return prompt, params
 
 

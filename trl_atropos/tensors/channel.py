@@ -47,8 +47,8 @@ POLL = 2e-4  # seconds between two checks of a transfer in flight
 WORD = 4  # bytes that the kernel counts in
 UNIT = 16  # bytes that the kernel moves at a time
 SHORTEST = 1024  # bytes: the kernel copies several runs only if each has as many
-MOST = 1 << 12  # words that one program of the kernel moves, of one run
-AT_ONCE = 1 << 11  # words of them that it loads at a time
+MOST_WORDS = 1 << 12  # that one program of the kernel moves, all of one run
+WORDS_AT_ONCE = 1 << 11  # that it loads at a time
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
@@ -470,7 +470,7 @@ class Copies:
         if self._table is not None:
             programs = (len(self._table),)
             with torch.cuda.device(self._table.device):
-                _copy_runs[programs](self._table, MOST, AT_ONCE, num_warps=16)
+                _copy_runs[programs](self._table, MOST_WORDS, WORDS_AT_ONCE, num_warps=16)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
@@ -514,9 +514,9 @@ def runs_of(target: Tensor, source: Tensor) -> np.ndarray | None:
 
 def _cut(begins: np.ndarray, words: int) -> np.ndarray:
     """Returns runs that begin at these addresses, (runs, 2), and are as many words long, in pieces
-    of at most `MOST` words, (pieces, 3). A run of 5,000 words becomes two of 4,096 and 904."""
-    offsets = np.arange(0, words, MOST)  # (pieces of a run,), in words
-    counts = np.minimum(MOST, words - offsets)
+    of at most `MOST_WORDS`, (pieces, 3). A run of 5,000 words becomes two of 4,096 and 904."""
+    offsets = np.arange(0, words, MOST_WORDS)  # (pieces of a run,), in words
+    counts = np.minimum(MOST_WORDS, words - offsets)
     steps = offsets[:, None] * WORD  # in bytes
     piece_begins = begins[:, None] + steps  # (runs, pieces of a run, 2)
     piece_begins = piece_begins.reshape(-1, 2)
@@ -527,7 +527,7 @@ def _cut(begins: np.ndarray, words: int) -> np.ndarray:
 if triton is not None:
 
     @triton.jit
-    def _copy_runs(table, MOST: tl.constexpr, AT_ONCE: tl.constexpr):
+    def _copy_runs(table, MOST_WORDS: tl.constexpr, WORDS_AT_ONCE: tl.constexpr):
         """Copies what one entry of the table says: from where, to where, and how many words."""
         program = tl.program_id(0).to(tl.int64)
         entry = table + program * 3
@@ -541,8 +541,8 @@ if triton is not None:
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         count = tl.multiple_of(count, 4)
-        for begin in range(0, MOST, AT_ONCE):
-            words = begin + tl.arange(0, AT_ONCE)
+        for begin in range(0, MOST_WORDS, WORDS_AT_ONCE):
+            words = begin + tl.arange(0, WORDS_AT_ONCE)
             inside = words < count
             values = tl.load(source + words, mask=inside)
             tl.store(target + words, values, mask=inside)

@@ -109,8 +109,8 @@ def _refusal(folder: str | Path, error: Exception) -> str | None:
 
 
 def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
-    """Returns the trainer's state, which is written last. `None` if the checkpoint was not written
-    to its end."""
+    """Returns the trainer's state, which is written last and so proves that the checkpoint is
+    complete. Returns `None` if the checkpoint was not written to its end."""
     try:
         return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -164,7 +164,12 @@ def checkpoint_folders(output_dir: str) -> list[tuple[int, Path]]:
 
 def require_whole(checkpoint: str | Path) -> None:
     """Raises `CheckpointError` if a file to resume from is torn or missing. Reads only the ends of
-    files."""
+    files.
+
+    A file that you add to checkpoints must be written before `trainer_state.json`, which proves
+    that all others are there (`state_of`). So do not write it after Transformers' own
+    `_save_checkpoint`, which ends with that file.
+    """
     folder = Path(checkpoint)
     if not folder.is_dir():
         what = f"There is no checkpoint in {folder}, which is no folder"
