@@ -8,7 +8,7 @@ servers resume, and compute their part of the proof, in the background. So a pub
 before the next backward pass (`judge_last_publish`), which raises if the publish went wrong.
 
 If servers and trainer share memory (`Transfer.steps_in_place`), the optimizer's step writes into
-the servers' weights. Then the servers pause before the step, and otherwise after it.
+the servers' weights. So the servers pause before the step. In all other modes, they pause after it.
 
 The trainer calls its publisher on every rank, as `policy_publisher.py` describes. `Phase` lists the
 states of the servers, and the methods of `ServerPublisher` that change them stand together. A
