@@ -23,8 +23,8 @@ Writes a batch script for a run on a SLURM cluster. With one node, it is
 first ones train and the others serve: the servers' flags are the recipe's
 `vllm_args`, and if it has none those of the `trl-atropos serve` in its first
 lines. All nodes must share the folder in which the script is submitted, and
-`output_dir`. Before its time limit, the job is requeued, and it goes on from its
-last checkpoint.
+`output_dir`. Before its time limit, the job is requeued, and it goes on from
+its last checkpoint.
 
   trl-atropos slurm recipes/gsm8k/colocate.yaml --nodes 1 --output job.sh
   trl-atropos slurm recipes/gsm8k/zero3_72b.yaml --nodes 3 --output job.sh
