@@ -20,8 +20,9 @@ SEED ?= 42
 FAULTS ?= 2000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# Processes that run the tests. Each takes one file at a time, in the order of tests/conftest.py.
-TEST_WORKERS ?= 2
+# Processes that run the tests, one more than cores, because tests also wait. Each takes one file at a time, in the order
+# of tests/conftest.py.
+TEST_WORKERS ?= 3
 
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints-cpu.txt
