@@ -683,7 +683,9 @@ def test_large_model_recipe_fits_named_gpus(recipe, config, gib, size, host, tmp
     machines = ["--num_machines", "2", "--num_processes", "16"] if recipe == "zero3_72b" else []
     argv += ["--config_file", f"configs/accelerate/{config}.yaml", *machines, "--devices", "8"]
     report = examine([*argv, "--device_memory_gb", str(gib), "--host_memory_gb", str(host or 1)])
-    assert [one for one in report.findings if one.code != "disk"] == []  # of this machine
+    # This machine has another disk, and other tests may use the recipe's ports.
+    others = [found for found in report.findings if found.code not in ("disk", "port-taken")]
+    assert others == []
     assert report.memory["fits"] and report.memory["total"] < 0.9 * gib * GIB
     assert report.memory["host"] > (host - 1) * GIB
 
