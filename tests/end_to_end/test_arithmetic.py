@@ -146,6 +146,7 @@ def test_model_gets_better_at_problems_never_seen(tmp_path):
     assert after["pass@1"] > before["pass@1"] + 0.2
 
 
+@pytest.mark.full
 @pytest.mark.slow(60)
 def test_trl_trainer_runs_beside_ours(untrained, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", untrained, "--max_steps", "2")

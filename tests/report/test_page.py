@@ -368,6 +368,7 @@ def test_link_opens_one_rollout(browser, report):
     page.close()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_large_run_opens_at_once(browser, tmp_path):
     folder = make_run(tmp_path / "run", LARGE)

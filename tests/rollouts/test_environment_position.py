@@ -201,6 +201,7 @@ def serving(config: Path, log: Path) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
+@pytest.mark.full
 @pytest.mark.slow(30)
 def test_killed_environment_skips_questions_in_flight(api, start, tiny_model, data, tmp_path):
     """None is answered: there is no server."""
