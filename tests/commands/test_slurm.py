@@ -252,7 +252,7 @@ while [[ " $* " != *" --resume_from_checkpoint "* ]]; do sleep 0.1; done
 """
 ONE_NODE_PROGRAMS = {
     "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
-    "scontrol": '#!/bin/bash\necho "scontrol $*" >> {told}\nkill -TERM -- -$(ps -o pgid= $PPID)\n',
+    "scontrol": '#!/bin/bash\necho "scontrol $*" >> {told}\nkill -TERM -- -$(ps -o pgid= $PPID | tr -d " ")\n',
 }
 
 
