@@ -35,6 +35,8 @@ OWN_FLAGS = ("--host", "--port", "--vllm_mode")  # of a server, which the script
 # with @NAME@ where something is filled in
 SEVERAL_NODES = Path(__file__).with_name("slurm.sh")
 ONE_NODE = Path(__file__).with_name("slurm_one_node.sh")
+REQUEUE = Path(__file__).with_name("slurm_requeue.sh")  # a part of both
+WAIT = Path(__file__).with_name("slurm_wait.sh")  # the end of both
 PATIENCE = 3600  # seconds until the last server of a job must answer
 
 
@@ -107,6 +109,8 @@ def _values_of_both(
         "bin": shlex.quote(str(Path(sys.executable).parent)),
         "output_dir": shlex.quote(output_dir),
         "container": container,
+        "requeue": REQUEUE.read_text(encoding="utf-8"),
+        "wait": WAIT.read_text(encoding="utf-8"),
     }
 
 

@@ -74,18 +74,7 @@ HEAD=$(address "${NODES[0]}")
 SERVERS=$(IFS=, && echo "${URLS[*]}")
 no_proxy=${no_proxy:+$no_proxy,}127.0.0.1,$(sed 's#http://##g; s#:[0-9]*##g' <<< "$SERVERS")
 
-# Five minutes before the time limit, the job is requeued. It goes on from its last checkpoint: `save_steps` says how
-# much is lost.
-requeue() {
-    echo "The time limit is near: job $SLURM_JOB_ID is requeued"
-    scontrol requeue "$SLURM_JOB_ID"
-}
-trap requeue USR1
-RESUME=
-if ((${SLURM_RESTART_COUNT:-0})) && compgen -G "$OUTPUT/checkpoint-*/trainer_state.json" > /dev/null; then
-    RESUME="--resume_from_checkpoint true"
-fi
-export HEAD SERVERS RESUME no_proxy
+@requeue@export HEAD SERVERS RESUME no_proxy
 on "$TRAINERS" "$(IFS=, && echo "${NODES[*]:0:TRAINERS}")" bash -s <<'TRAINER' &
 TRL_ATROPOS_TOKEN=$(< "$TOKEN_FILE")
 export TRL_ATROPOS_TOKEN
@@ -95,7 +84,4 @@ exec accelerate launch --quiet @launch@ \
 TRAINER
 RUN=$!
 STEPS+=("$RUN")
-# A signal ends `wait`, not the run.
-CODE=0
-while wait "$RUN" || CODE=$?; kill -0 "$RUN" 2> /dev/null; do CODE=0; done
-exit "$CODE"
+@wait@

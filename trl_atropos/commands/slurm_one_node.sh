@@ -19,20 +19,6 @@ export PATH=@bin@:$PATH  # where this script was made
 OUTPUT=@output_dir@
 mkdir -p "$OUTPUT"
 
-# Five minutes before the time limit, the job is requeued. It goes on from its last checkpoint: `save_steps` says how
-# much is lost.
-requeue() {
-    echo "The time limit is near: job $SLURM_JOB_ID is requeued"
-    scontrol requeue "$SLURM_JOB_ID"
-}
-trap requeue USR1
-RESUME=
-if ((${SLURM_RESTART_COUNT:-0})) && compgen -G "$OUTPUT/checkpoint-*/trainer_state.json" > /dev/null; then
-    RESUME="--resume_from_checkpoint true"
-fi
-srun --cpu-bind=none @container@trl-atropos train @train@ $RESUME < /dev/null &
+@requeue@srun --cpu-bind=none @container@trl-atropos train @train@ $RESUME < /dev/null &
 RUN=$!
-# A signal ends `wait`, not the run.
-CODE=0
-while wait "$RUN" || CODE=$?; kill -0 "$RUN" 2> /dev/null; do CODE=0; done
-exit "$CODE"
+@wait@
