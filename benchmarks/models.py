@@ -51,6 +51,16 @@ PRESETS = {
         "tie_word_embeddings": False,
     },
 }
+TINY = {  # so small that a server's time is Python's
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 VOCABULARY = 258  # tokens: the bytes, and the two special ones
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>"]
 
@@ -62,6 +72,8 @@ def config_fields(size: str) -> dict:
     Raises:
         ValueError: `size` is no size, or too small a one.
     """
+    if size == "tiny":
+        return TINY
     if size.upper() in PRESETS:
         return PRESETS[size.upper()]
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
@@ -97,16 +109,21 @@ def dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def make_model(folder: Path, size: str, dtype: str) -> int:
-    """Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of
-    parameters."""
+def make_model(folder: Path, size: str, dtype: str, words: bool = False) -> int:
+    """
+    Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of
+    parameters.
+
+    With `words`, each token above the bytes is a word. Without them, these tokens have no text.
+    """
     import torch  # here, so that a wrong size is refused at once
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
     set_seed(0)
-    tokenizer = _byte_tokenizer()
+    fields = config_fields(size)
+    tokenizer = _byte_tokenizer(fields["vocab_size"] - VOCABULARY if words else 0)
     config = Qwen3Config(
-        **config_fields(size),
+        **fields,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -116,17 +133,20 @@ def make_model(folder: Path, size: str, dtype: str) -> int:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _byte_tokenizer():
+def _byte_tokenizer(words: int):
     """Trainer and server compare their tokenizers, so there must be one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    pieces = alphabet + [f"\u0120w{number:x}" for number in range(words)]  # " w1f", for instance
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, end = SPECIAL_TOKENS

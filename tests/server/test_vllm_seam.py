@@ -27,6 +27,7 @@ import trl_atropos
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 from trl_atropos.server import compat
 from trl_atropos.server.compat import NEW
+from trl_atropos.server.processes import ENGINE_PROCESS
 
 MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
@@ -356,7 +357,7 @@ def test_moved_name_is_told(name, told, monkeypatch):
         ("vllm.entrypoints.launchers.launcher", "app.state.server = server"),
         # The process whose death is watched for, and the mark of a token that was sampled before
         # any publish.
-        ("vllm.v1.engine.utils", f'else "{compat.ENGINE_PROCESS}"'),
+        ("vllm.v1.engine.utils", f'else "{ENGINE_PROCESS}"'),
         ("vllm.v1.engine.core", f'self._weight_version = "{compat.UNMARKED}"'),
         # What a linear layer on the CPU computes with.
         ("vllm.model_executor.layers.utils", "return layer.cpu_linear(x, weight, bias)"),

@@ -1,4 +1,5 @@
 """Holds all that depends on vLLM's version (0.26 to 0.32), and the places where vLLM is patched.
+Those of log-probabilities are in `sampled_logprobs.py`.
 
 `tests/server/test_vllm_seam.py` lists the names of vLLM that it does not promise to keep. The test
 looks for each of them, and for each name that is imported, in the installed vLLM.
@@ -31,7 +32,6 @@ CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does
 # Older versions tell cached prefixes of adapters apart by the adapter's name alone.
 PREFIXES_KEYED_BY_ADAPTER_PATH = NEW
 UNMARKED = "default"  # vLLM's mark of tokens that were sampled before the first publish
-ENGINE_PROCESS = "EngineCore"  # beginning of the names of the engine's processes
 
 
 def run_server() -> None:
@@ -69,10 +69,12 @@ class _CachedBlocks:
 def reset_only_cached_blocks() -> None:
     """Makes a reset of the prefix cache walk over the blocks in it, not over all blocks, in this
     process. With a small model on a large GPU, all blocks are millions, which take half a second of
-    every publish."""
+    every publish. The second call does nothing."""
     from vllm.v1.core.block_pool import BlockPool
 
     walk = BlockPool.reset_prefix_cache
+    if walk.__module__ == __name__:
+        return
 
     def reset_prefix_cache(self) -> bool:
         blocks = self.blocks

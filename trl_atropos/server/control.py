@@ -28,9 +28,10 @@ from vllm.lora.request import LoRARequest
 
 from trl_atropos import protocol
 from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
-from trl_atropos.server import compat
+from trl_atropos.server import compat, sampled_logprobs
 from trl_atropos.server.launch import NUMERICS_VARIABLE, READY_VARIABLE
 from trl_atropos.server.plane import Change, ControlPlane, Refusals, Refused, error
+from trl_atropos.server.processes import ENGINE_PROCESS
 from trl_atropos.server.sampling import Sampling
 from trl_atropos.tensors.fingerprint import Assembly
 
@@ -138,6 +139,15 @@ class Control(ControlPlane):
         self.server = state.server
         self.sampling = Sampling(self.engine, self)
         self._watch_engines()
+        self._announcement = asyncio.create_task(self._announce_logprobs())
+
+    async def _announce_logprobs(self) -> None:
+        """Says in the log which way the log-probabilities of sampled tokens take."""
+        refusal = await sampled_logprobs.refusal(self.engine)
+        if refusal is None:
+            logger.info("Log-probabilities of sampled tokens take the fast way (one vector a step)")
+        else:
+            logger.warning("Log-probabilities of sampled tokens take vLLM's own way: %s", refusal)
 
     async def _serves(self, scope, receive, send) -> bool:
         """Serves control requests and requests for samples. Returns `False` for all others, which
@@ -471,7 +481,7 @@ class Control(ControlPlane):
                 loop.call_soon_threadsafe(self._leave, reason, 128 + signum)
 
         for child in multiprocessing.active_children():
-            if child.name.startswith(compat.ENGINE_PROCESS):
+            if child.name.startswith(ENGINE_PROCESS):
                 threading.Thread(target=watch, args=(child,), daemon=True).start()
 
     def _leave(self, reason: str, exit_code: int | None = None) -> None:

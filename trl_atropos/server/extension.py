@@ -25,12 +25,14 @@ from vllm.model_executor.model_loader.reload import (
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.server.layout import Copy, Piece
+from trl_atropos.server.plugin import patch_engine
 from trl_atropos.tensors.channel import Channel, Copies, message_layout, open_receiver, unpack
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, PlacedPart, joined
 from trl_atropos.tensors.shared_memory import export_storage
 
-# the engine, too, runs in this process, unless the server has several workers
-compat.reset_only_cached_blocks()
+# The engine, too, runs in this process, unless the server has several workers. Then its own process
+# loads the plugin, which needs an installed package.
+patch_engine()
 if compat.is_batch_invariant():
     compat.keep_batch_invariant()
 

@@ -19,6 +19,7 @@ from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
+from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.server.vllm_flags import unknown_flags
 
 # Flags that hold if the command line does not set them. Loopback only: the control routes change
@@ -70,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         "away"
     )
     parser.add_argument("--vllm_mode", choices=tuple(MODES), default="colocate", help=mode)
+    fast = (
+        "whether log-probabilities of sampled tokens take the fast way through vLLM, with the same "
+        "values (default: true)"
+    )
+    parser.add_argument("--fast_logprobs", choices=("true", "false"), help=fast)
     numerics = (
         "how closely it computes what the trainer computes, as the trainer's `numerics` "
         "(default: default)"
@@ -99,6 +105,9 @@ def main(argv: list[str] | None = None) -> None:
     # a front sets it to nothing: its child is not what users talk to
     os.environ.setdefault(READY_VARIABLE, ready)
     os.environ[NUMERICS_VARIABLE] = options.numerics
+    os.environ[SERVER_VARIABLE] = "1"
+    if options.fast_logprobs is not None:  # else as the environment says: that of a front, for one
+        os.environ[FAST_LOGPROBS_VARIABLE] = "1" if options.fast_logprobs == "true" else "0"
     if options.numerics == "bitwise":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     mode = MODES[options.vllm_mode]

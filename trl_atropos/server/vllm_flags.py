@@ -24,6 +24,7 @@ SOURCES = (
     "utils/argparse_utils.py",
     "utils/__init__.py",
 )
+SERVER_FLAGS = {"--fast-logprobs"}  # of `launch.py`
 FRONT_FLAGS = {"--drain-timeout"}  # of `front/serve.py`, which stands before vLLM
 # Classes whose fields become flags: `max_log_len` becomes `--max-log-len`.
 FRONT_END = "FrontendArgs"
@@ -66,7 +67,7 @@ def unknown_flags(argv: Iterable[str], mode: str) -> dict[str, str | None]:
     if not known:
         return unknown
     for flag in server_flags(argv):
-        if MODES[mode].restarts_engine and flag in FRONT_FLAGS:
+        if flag in SERVER_FLAGS or (MODES[mode].restarts_engine and flag in FRONT_FLAGS):
             continue
         # `--compilation-config.mode 0` is the entry `mode` of the flag's JSON.
         name = flag.partition(".")[0]

@@ -1,0 +1,244 @@
+"""What `trl-atropos bench sampling` asks: processes that each have the same model, and how long they
+take for an answer."""
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import requests
+
+from benchmarks.models import dtype
+from benchmarks.sampling_roles import ANSWER, prompt_of
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
+from trl_atropos.services.manager import Services, free_port
+
+START_TIMEOUT = 600.0  # seconds
+ANSWER_TIMEOUT = 600.0  # seconds for all clients of one question
+MEMORY = "0.18"  # of a GPU, for each of four engines
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# One thread for each engine: they would wait for their second ones by spinning.
+CPU_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+ENGINE_FLAGS = ["--distributed-executor-backend", "uni"]
+ENGINE_FLAGS += ["--worker-extension-cls", "trl_atropos.server.extension.WorkerExtension"]
+ENGINE_FLAGS += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row of the table: who is asked, and for what."""
+
+    name: str
+    target: str  # a key of `start_targets`
+    fields: dict  # of the request
+    route: str | None = None  # None for an engine without a server
+
+
+def start_targets(
+    stack: ExitStack, folder: Path, model: Path, clients: int, tokens: int
+) -> dict[str, "Target"]:
+    """Starts all processes side by side, and waits until they answer. Leaving `stack` ends
+    them."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    flags = ["--max-model-len", str(64 + tokens), "--max-num-seqs", str(max(256, clients))]
+    flags += ["--dtype", dtype()]
+    flags += ["--gpu-memory-utilization", MEMORY] if cuda else ["--enforce-eager"]
+    services = stack.enter_context(Services(folder))
+    targets: dict[str, Target] = {}
+    for prefix, fast in (("", "1"), ("vLLM's ", "0")):
+        variables = VARIABLES | {FAST_LOGPROBS_VARIABLE: fast, SERVER_VARIABLE: "1"}
+        if not cuda:
+            variables |= CPU_VARIABLES
+        engine = Engine(model, flags, variables)
+        stack.callback(engine.close)
+        targets[f"{prefix}engine"] = engine
+        name = "server" if fast == "1" else "server-of-vllm"
+        targets[f"{prefix}server"] = Server(services, name, model, flags, variables)
+    targets["echo"] = Echo(services, tokens)
+    for target in targets.values():
+        target.wait_ready()
+    return targets
+
+
+class Target:
+    """A process with an API, and mostly an engine's process below it."""
+
+    process: psutil.Process  # that has the API
+
+    def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
+        """Asks for `tokens` for each of `clients` at once. Returns tokens per second, and the
+        processor time of both processes, in microseconds a token."""
+        engine = self.engine()
+        before = _seconds(self.process), _seconds(engine)
+        seconds = self.ask(question, clients, tokens)
+        after = _seconds(self.process), _seconds(engine)
+        total = clients * tokens
+        front_us = (after[0] - before[0]) / total * 1e6
+        engine_us = None
+        if engine is not None:
+            engine_us = (after[1] - before[1]) / total * 1e6
+        return {"tokens_per_s": total / seconds, "front_us": front_us, "engine_us": engine_us}
+
+    def engine(self) -> psutil.Process | None:
+        """Returns the engine's process: of the processes below, the one that is no tracker."""
+        for child in self.process.children():
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                return child
+        return None
+
+    def wait_ready(self) -> None:
+        """Returns when the process answers."""
+        raise NotImplementedError
+
+    def ask(self, question: Question, clients: int, tokens: int) -> float:
+        """Returns the seconds from the first request to the last answer."""
+        raise NotImplementedError
+
+
+def _seconds(process: psutil.Process | None) -> float:
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+class Engine(Target):
+    """vLLM's engine without a server, asked over a pipe."""
+
+    def __init__(self, model: Path, flags: list[str], variables: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.sampling_roles", "engine", str(model)]
+        self._popen = subprocess.Popen(
+            [*command, *flags, *ENGINE_FLAGS],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.process = psutil.Process(self._popen.pid)
+        self.is_fast = variables[FAST_LOGPROBS_VARIABLE] == "1"
+
+    def wait_ready(self) -> None:
+        refusal = self._answer()["refusal"]
+        if (refusal is None) != self.is_fast:
+            raise SystemExit(f"trl-atropos bench sampling: the wrong way is on: {refusal}")
+
+    def ask(self, question: Question, clients: int, tokens: int) -> float:
+        line = json.dumps({"clients": clients, "tokens": tokens, "fields": question.fields})
+        self._popen.stdin.write(f"{line}\n")
+        self._popen.stdin.flush()
+        return self._answer()["seconds"]
+
+    def _answer(self) -> dict:
+        for line in self._popen.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"trl-atropos bench sampling: an engine ended: {self._popen.wait()}")
+
+    def close(self) -> None:
+        """Ends the process, by the end of its input."""
+        self._popen.stdin.close()
+        try:
+            self._popen.wait(30)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class Server(Target):
+    """`trl-atropos serve`."""
+
+    def __init__(
+        self, services: Services, name: str, model: Path, flags: list[str], variables: dict
+    ) -> None:
+        self._services = services
+        self._name = name
+        self._token = secrets.token_urlsafe(24)
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.model = str(model)
+        command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), *flags]
+        command += ["--port", self.url.rpartition(":")[2]]
+        env = variables | {TOKEN_VARIABLE: self._token}
+        self._service = services.start(name, command, env=env, health_url=f"{self.url}/health")
+
+    def wait_ready(self) -> None:
+        self._services.wait_healthy(self._name, START_TIMEOUT)
+        guard = psutil.Process(self._service.guard.pid)
+        (self.process,) = guard.children()
+
+    def info(self) -> dict:
+        """Returns what the server says of itself."""
+        headers = {"authorization": f"Bearer {self._token}"}
+        reply = requests.get(f"{self.url}/trl_atropos/info", headers=headers, timeout=60)
+        reply.raise_for_status()
+        return reply.json()
+
+    def ask(self, question: Question, clients: int, tokens: int) -> float:
+        bodies = [self._body(question, client, tokens) for client in range(clients)]
+        return asyncio.run(_post_all(f"{self.url}{question.route}", bodies))
+
+    def _body(self, question: Question, client: int, tokens: int) -> bytes:
+        prompt = prompt_of(client)
+        body = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, **question.fields}
+        if question.route == "/generate":
+            body["prompt"] = {"prompt_token_ids": prompt}
+        elif question.route == "/v1/completions":
+            body |= {"model": self.model, "prompt": prompt}
+        else:
+            messages = [{"role": "user", "content": f"client {client}"}]
+            body |= {"model": self.model, "messages": messages}
+        return json.dumps(body).encode()
+
+
+class Echo(Server):
+    """A route that answers without an engine."""
+
+    def __init__(self, services: Services, tokens: int) -> None:
+        self._services = services
+        self._name = "echo"
+        self.model = ""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "benchmarks.sampling_roles", "echo"]
+        command += [str(port), str(tokens)]
+        self._service = services.start("echo", command, health_url=f"{self.url}/health")
+
+
+async def _post_all(url: str, bodies: list[bytes]) -> float:
+    """Sends all requests at once. Returns the seconds until the last answer."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        begin = time.perf_counter()
+        await asyncio.gather(*(_post(session, url, body) for body in bodies))
+        return time.perf_counter() - begin
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    async with session.post(url, data=body, headers=headers) as reply:
+        content = await reply.read()
+        if reply.status != 200:
+            raise SystemExit(f"{url} answered {reply.status}: {content[:500]!r}")
