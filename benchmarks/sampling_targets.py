@@ -24,7 +24,9 @@ from trl_atropos.services.manager import Services, free_port
 
 START_TIMEOUT = 600.0  # seconds
 ANSWER_TIMEOUT = 600.0  # seconds for all clients of one question
-MEMORY = "0.18"  # of a GPU, for each of four engines
+# Each of four engines gets as much of a GPU. Given by size, it is not measured: engines that start
+# side by side would see each other's.
+MEMORY_FLAGS = ["--gpu-memory-utilization", "0.15", "--kv-cache-memory-bytes", "8G"]
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -63,7 +65,7 @@ def start_targets(
     cuda = torch.cuda.is_available()
     flags = ["--max-model-len", str(64 + tokens), "--max-num-seqs", str(max(256, clients))]
     flags += ["--dtype", dtype()]
-    flags += ["--gpu-memory-utilization", MEMORY] if cuda else ["--enforce-eager"]
+    flags += MEMORY_FLAGS if cuda else ["--enforce-eager"]
     services = stack.enter_context(Services(folder))
     targets: dict[str, Target] = {}
     for prefix, fast in (("", "1"), ("vLLM's ", "0")):
