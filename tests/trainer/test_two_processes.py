@@ -47,9 +47,10 @@ PRODUCTS = ("vespo", "dapo, sequence_mask")
 def recordings(model: Path) -> list[list[dict]]:
     """Groups that lie across the border between the two processes (after row 8), and across two
     batches."""
-    straddling = [
-        make_group(model, size, 900 + i, turns=2) for i, size in enumerate((4, 8, 8, 6, 6))
-    ]
+    straddling = []
+    for i, size in enumerate((4, 8, 8, 6, 6)):
+        overrides = [{"rewards": {"first": j / 8, f"of group {i}": 1 - j}} for j in range(size)]
+        straddling.append(make_group(model, size, 900 + i, turns=2, overrides=overrides))
     return [mixed_batch(model, 1), straddling]
 
 
@@ -123,6 +124,10 @@ def test_two_processes_train_and_log_like_one(tiny_model, recorded, tmp_path, ra
                     assert log[metric] == pytest.approx(
                         reference[metric], rel=tolerance, abs=2e-7
                     ), metric
+            if rank is ranks[0]:  # which logs of all ranks
+                parts = [metric for metric in reference if "reward/" in metric]
+                assert [log[metric] for metric in parts] == [reference[metric] for metric in parts]
+                assert log["step"] == 1 or len(parts) > 1
             assert abs(reference["loss"]) > 1e-4 and math.isfinite(reference["loss"])
         # The table of completions has the rows of all ranks, in the order in which they came.
         assert rank["runs"][name]["advantages"] == pytest.approx(list(alone._logs["advantages"]))
