@@ -163,7 +163,7 @@ REWARDS = st.one_of(ODD, st.dictionaries(NAMES, st.one_of(NUMBERS, ODD), max_siz
 
 
 @settings(
-    max_examples=300,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
