@@ -60,12 +60,14 @@ class OwnEnv(BaseEnv):
             )
             end_turn(managed, self.tokenizer)  # after each turn; another one could follow here
             nodes = managed.get_state()["nodes"]
-        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[], overrides=[])
         for choice, node in zip(completions.choices, nodes, strict=True):
             group["tokens"].append(node.tokens)
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
             group["scores"].append(score(choice.message.content or "", item))
+            # A part of the reward: logged as `reward/ended`, and not trained on.
+            group["overrides"].append({"rewards": {"ended": choice.finish_reason == "stop"}})
         # the trainer compares it with its own
         group["generation_params"] = {"temperature": self.config.temperature}
         return group, []  # what is returned second is put back into the queue of items

@@ -64,6 +64,21 @@ def test_group_is_shown_rollout_by_rollout(recipe, tiny_model):
     assert "8 are not known to the server" in text
 
 
+def test_parts_of_a_reward_are_shown_below_the_score(recipe, tiny_model, caplog):
+    names = [f"part number {number}" for number in range(9)]
+    rewards = [{"format": True, "right": 0.123456}, dict.fromkeys(names, 1), {"bad": "1"}]
+    overrides = [{"rewards": each} for each in rewards]
+    overrides += [{}] * 5
+    lines = shown(recipe, sent(tiny_model, overrides=overrides))
+    places = [place for place, line in enumerate(lines) if re.match(r"\d\. ", line)]
+    below = [lines[place + 1] for place in places]
+    assert below[0] == "   parts: format 1, right 0.1235"
+    assert below[1].startswith("   parts: part number 0 1, part number 1 1, ")
+    assert not any("parts: " in line for line in below[2:])
+    assert max(map(len, lines)) <= 80
+    assert "Dropped a part of a reward from environment quickstart: {'bad': '1'}" in caplog.text
+
+
 def test_second_end_token_ends_a_completion(recipe, tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)

@@ -1,7 +1,8 @@
 """An Atropos environment in the style that its author has the least to write for:
 `collect_trajectory` gives one rollout, and Atropos makes a group of as many as it asks for. An
 answer scores 1 if the id of its first token is odd, else 0: every second does of a model that has
-learned nothing."""
+learned nothing. One in two rollouts says how often its answer has the first token, as a part of the
+reward, and the environment logs how many it has sampled."""
 
 import random
 
@@ -27,6 +28,7 @@ class OneByOneEnv(BaseEnv):
 
     async def setup(self):
         self.random = random.Random(1)
+        self.answers = 0
 
     async def get_next_item(self):
         return {"prompt": "".join(self.random.choice("stuvwxyz") for _ in range(4)) + "="}
@@ -42,7 +44,14 @@ class OneByOneEnv(BaseEnv):
             inference_logprobs=node.logprobs,
             scores=float(first % 2),
         )
+        self.answers += 1
+        if self.answers % 2:
+            share = node.masked_tokens.count(first) / len(node.masked_tokens)
+            rollout["overrides"] = {"rewards": {"odd": first % 2 == 1, "repeats": share}}
         return rollout, []
+
+    async def wandb_log(self, wandb_metrics=None):
+        await super().wandb_log({"train/answers": self.answers, **(wandb_metrics or {})})
 
     async def evaluate(self, *args, **kwargs):
         pass

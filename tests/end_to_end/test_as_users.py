@@ -196,6 +196,26 @@ def test_rollouts_of_both_styles_know_policy_version(story):
     assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
 
 
+def test_parts_and_metrics_of_environment_are_logged_and_in_the_card(story):
+    logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
+    odd = [log["reward/odd"] for log in logs if "reward/odd" in log]
+    assert len(odd) > STEPS // 2 and 0 < sum(odd) < len(odd)
+    assert all(0 < log["reward/repeats"] <= 1 for log in logs if "reward/odd" in log)
+    answers = [log.get("environment/one_by_one/train/answers", 0.0) for log in logs]
+    assert max(answers) >= 4
+    parted = [
+        rollout
+        for path in (story.folder / "rollouts").glob("rows-*.arrow")
+        for rollout in read_rollouts(path)
+        if rollout.rewards is not None
+    ]
+    assert {rollout.environment for rollout in parted} == {"one_by_one"}
+    assert all(rollout.rewards["odd"] == rollout.score for rollout in parted)
+    card = (story.folder / "README.md").read_text()
+    assert re.search(r"\n- `odd`: \S+ at the first log, \S+ at the last\n", card)
+    assert "\n- `one_by_one/train/answers`: " in card
+
+
 def test_evaluations_know_their_policy_versions(story):
     found = [(record["evaluation"], record["step"]) for record in story.records("evaluation")]
     assert sorted(found) == [(name, step) for name in ("partial", "passes") for step in EVALUATED]

@@ -475,6 +475,36 @@ MUTATIONS: list[Mutation] = [
         "values >= LOWEST_LOGPROB",
         "tests/rollouts/test_intake.py::test_impossible_logprob_is_unknown",
     ),
+    Mutation(
+        "trl_atropos/rollouts/reward_parts.py",
+        "not abs(value) <= LARGEST",
+        "abs(value) > LARGEST",
+        "tests/rollouts/test_reward_parts.py::test_impossible_part_is_dropped_counted_and_explained",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/reward_parts.py",
+        "float(count - self._reported[reason])",
+        "float(count)",
+        "tests/rollouts/test_reward_parts.py::test_impossible_part_is_dropped_counted_and_explained",
+    ),
+    Mutation(
+        "trl_atropos/metrics/monitor.py",
+        "            self.log(part_means(rollouts))\n",
+        "",
+        "tests/report/test_model_card.py::test_card_names_both_settings_of_a_resumed_run_and_no_licence",
+    ),
+    Mutation(
+        "trl_atropos/environment_site/run.py",
+        "            if any(value is not None for value in values):\n",
+        "            if all(value is not None for value in values):\n",
+        "tests/services/test_environment_source.py::test_rollouts_collected_one_by_one_keep_logprobs",
+    ),
+    Mutation(
+        "trl_atropos/services/environment_metrics.py",
+        "self._read_to += end",
+        "self._read_to += len(content)",
+        "tests/services/test_environment_metrics.py::test_line_counts_once_it_is_whole",
+    ),
     # ------------------------------------------------------------------------------------- commands
     Mutation(
         "trl_atropos/commands/__init__.py",

@@ -17,6 +17,7 @@ from recipes.quickstart.make_model import byte_tokenizer
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.metrics.health import Health
 from trl_atropos.report.run_log import RunLog
+from trl_atropos.rollouts.reward_parts import part_means
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.selection import Accounting
 from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool
@@ -111,6 +112,7 @@ def _group(rng: np.random.Generator, step: int, steps: int, number: int) -> list
             newest_version=step if environment else max(0, step - 1),
             group=number,
             messages=f'[{{"role": "user", "content": "{HOSTILE}"}}]' if environment else None,
+            rewards={"format": float(score > 0.3), "length": score} if environment else None,
             **_completion(rng, environment),
         )
         for score in scores
@@ -205,6 +207,8 @@ def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Rollout]) 
         "speed/trained_tokens_per_second": 5100.0,
         "speed/sampled_tokens_per_second": 4800.0,
         "time/step": wait + compute + 0.47,
+        "environment/tools/train/calls": float(step % 5),
+        **part_means(rows),
     } | {f"health/further_{i}": rng.random() for i in range(40)}
 
 

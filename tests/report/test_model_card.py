@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.rollout_factory import make_trainer, uniform_batch
-from trl_atropos.report.model_card import earlier_settings
+from trl_atropos.report.model_card import _first_and_last, earlier_settings
 
 
 def write_log(folder: Path, *begins: tuple[int, dict]) -> None:
@@ -37,7 +37,10 @@ def test_run_that_was_not_resumed_has_no_earlier_settings(tmp_path):
 
 
 def test_card_names_both_settings_of_a_resumed_run_and_no_licence(tiny_model, tmp_path):
-    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    batches = []
+    for step, part in enumerate((0.25, 1.0)):
+        overrides = [{"rewards": {"format": part}}, {}, {"rewards": {"a b": 2}}, {}]
+        batches.append(uniform_batch(tiny_model, 4, 2, step, overrides=overrides))
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer(tiny_model, tmp_path, *batches, **settings, learning_rate=1e-3).train()
     again = make_trainer(tiny_model, tmp_path, *batches, **settings, learning_rate=1e-5)
@@ -47,3 +50,16 @@ def test_card_names_both_settings_of_a_resumed_run_and_no_licence(tiny_model, tm
     assert "\nlearning_rate: 1.0e-05\n" in card
     assert "- step 1: `learning_rate: 0.001`" in card
     assert "licence" not in card
+    assert (
+        "Mean parts of the reward:\n\n- `a b`: 2 at the first log, 2 at the last\n"
+        "- `format`: 0.25 at the first log, 1 at the last\n"
+    ) in card
+    assert "environments logged" not in card
+
+
+def test_metrics_of_environments_are_listed_in_order():
+    logs = [{"environment/b/x": 1.0, "reward": 0.5}, {"environment/a/x": 2.0, "step": 2}]
+    assert _first_and_last([*logs, {"environment/b/x": 1 / 3}], "environment/") == [
+        "`a/x`: 2 at the first log, 2 at the last",
+        "`b/x`: 1 at the first log, 0.3333 at the last",
+    ]

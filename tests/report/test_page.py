@@ -72,7 +72,7 @@ def page(browser: Browser, report: Path) -> Iterator[Page]:
 
 def test_curves_show_each_metric_and_environment(page):
     titles = page.evaluate(texts_of("#curves .chart figcaption strong"))
-    assert titles[:2] == ["Reward", "Evaluation held_out"]
+    assert titles[:3] == ["Reward", "Parts of the reward", "Evaluation held_out"]
     for part in (
         "Where the time went",
         "Completion length",
@@ -95,6 +95,25 @@ def test_curves_show_each_metric_and_environment(page):
     assert page.evaluate("document.querySelectorAll('#charts svg path').length") > 15
     # forward_backward
     assert "(51 %)" in page.evaluate("document.getElementById('charts').textContent")
+
+
+def test_parts_of_reward_have_a_curve_each_and_stand_by_their_rollout(page):
+    figures = "[...document.querySelectorAll('#progress figure')]"
+    chart = f"{figures}.find((each) => each.textContent.includes('Parts of the reward'))"
+    legend = page.evaluate(f"{chart}.querySelector('.legend').textContent")
+    assert re.fullmatch(r"format \S+length \S+", legend.strip()), legend
+    assert page.evaluate(f"{chart}.querySelectorAll('path').length") == 2
+    names = page.evaluate(texts_of("#any-metric option"))
+    assert "environment/tools/train/calls" in names and "reward/format" in names
+    facts = "document.querySelector('#detail .facts').textContent"
+    for environment, told in (("tools", True), ("environment 0", False)):
+        page.fill("environment", f"is {environment}")
+        page.click("#list [data-row='0']")
+        page.wait_for(
+            f"document.getElementById('detail').textContent.includes(', {environment}: ')"
+        )
+        parts = re.search(r"Parts of the rewardformat [01], length \d", page.evaluate(facts))
+        assert (parts is not None) == told
 
 
 def test_curve_is_read_by_keyboard(page):

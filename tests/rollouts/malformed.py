@@ -86,6 +86,8 @@ JUNK = [
 ]
 JUNK += [[], [1], [[1]], [None], {}, {"a": [1]}, {"[": "]"}, [[], [7, 8]]]
 
+PARTS = {"a": 1.0, "pass@1": False, "none": None}
+
 Group = dict[str, Any]
 
 
@@ -128,11 +130,14 @@ def good_group(rng: random.Random) -> Group:
         ]
     if rng.random() < 0.3:
         group["overrides"] = [
-            rng.choice([{}, None, {"set_advantage_to_zero": True}, {"sft": True}]) for _ in sizes
+            rng.choice(
+                [{}, None, {"set_advantage_to_zero": True}, {"sft": True}, {"rewards": PARTS}]
+            )
+            for _ in sizes
         ]
     if rng.random() < 0.2:
         group["group_overrides"] = rng.choice(
-            [{}, {"sft": True}, {"temperature": 1.0}, {"teacher_top_k": 5}]
+            [{}, {"sft": True}, {"temperature": 1.0}, {"teacher_top_k": 5}, {"rewards": {"a": 3}}]
         )
     if rng.random() < 0.2:
         group["generation_params"] = rng.choice([{}, {"temperature": 1}, {"max_tokens": 5}])
@@ -216,6 +221,9 @@ def set_override(rng: random.Random, group: Group) -> None:
             rng, 1.0, 0.7, True
         )
     }
+    if rng.random() < 0.3:
+        name = rng.choice(["a", "b c", " ", "\n", "\ud83d", "é", "x" * 101])
+        setting = {"rewards": junk(rng, PARTS, {name: 1.0}, {name: junk(rng), "b": junk(rng)})}
     where = rng.choice(["overrides", "group_overrides", "generation_params"])
     group[where] = (
         [dict(setting) for _ in range(_count(group))] if where == "overrides" else setting

@@ -70,6 +70,21 @@ def temperature(value: dict[str, Any]) -> float | None:
     return asked
 
 
+def parts(value: dict[str, Any]) -> dict[str, float]:
+    """The parts of a reward that can be metrics."""
+    sent = value.get("rewards")
+    if not isinstance(sent, dict):
+        return {}
+    return {name: float(part) for name, part in sent.items() if is_part(name, part)}
+
+
+def is_part(name: str, part: Any) -> bool:
+    letters = [letter.isalnum() or letter == "_" for letter in name]
+    marks = [letter in " ./@%+:=()-" for letter in name]
+    named = 0 < len(name) <= 100 and letters[0] and all(map(max, letters, marks))
+    return named and (isinstance(part, bool) or is_bounded(part))
+
+
 def per_sequence(value: Any, count: int) -> list:
     demand(isinstance(value, list) and len(value) == count)
     return value
@@ -201,6 +216,7 @@ def judge(
                 or (alone and single == "zero"),
                 "raw_advantage": alone and single == "raw",
                 "sft": sft[i],
+                "rewards": {**parts(of_group), **parts(asked[i])} or None,
                 "env_id": env_id,
                 "distill": None
                 if teachers[i] is None

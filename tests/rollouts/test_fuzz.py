@@ -144,7 +144,7 @@ def compare_rows(row: Rollout, wanted: dict[str, Any]) -> None:
     if row.token_advantages is not None:
         assert row.token_advantages.dtype == np.float32
         assert same_floats(row.token_advantages, wanted["token_advantages"])
-    for name in ("score", "zero_advantage", "raw_advantage", "sft", "env_id"):
+    for name in ("score", "zero_advantage", "raw_advantage", "sft", "env_id", "rewards"):
         assert getattr(row, name) == wanted[name] and type(getattr(row, name)) is type(
             wanted[name]
         ), name

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rollouts.conftest import Api, make_group
+from tests.rollouts.conftest import DATA, Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import deliveries, diagnosis, pull
 from trl_atropos.rollouts.replay import ReplaySource
@@ -181,6 +181,25 @@ def test_fresh_run_moves_old_rollouts_aside(api, open_source, run_info, caplog):
     aside = Path(run_info().output_dir) / "rollouts-before-1"
     assert f"begins anew. They are now in {aside}" in caplog.text
     assert len(list(aside.glob("*.arrow"))) == 1
+
+
+def test_parts_of_rewards_survive_resume_of_old_spool(api, open_source, run_info):
+    """`data/spool` was written by a version that knew no parts."""
+    shutil.copytree(DATA / "spool", Path(run_info().output_dir, "rollouts"))
+    source = open_source({})
+    assert [row.rewards for row in source.poll(2, WAIT)] == [None, None]
+    parted = [
+        group | {"overrides": [{"rewards": {"format": 1}}, {"rewards": {"x": True}}]}
+        for group in groups(1, 2)
+    ]
+    api.deliver(*parted)
+    state = source.state()
+    parts = [{"format": 1.0}, {"x": 1.0}] * 2
+    assert [row.rewards for row in source.poll(4, WAIT)] == parts
+    source.close()
+    resumed = open_source(state)
+    assert [row.rewards for row in resumed.poll(4, WAIT)] == parts
+    assert books(resumed)["trained"] == 6
 
 
 def test_foreign_checkpoint_does_not_mix_rollouts(api, open_source, caplog):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rollouts.conftest import DATA, assert_same_rows
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.rollout import Rollout, from_table, to_table
 from trl_atropos.rollouts.spool import HEADER, Delivery, FileHeader, Spool
 
 DELIVERY = Delivery("run-1", 1, 0, 4, 1, 0)
@@ -49,6 +49,7 @@ def full_row() -> Rollout:
         distill_ids=np.arange(10, dtype=np.int32).reshape(5, 2),
         distill_logprobs=np.full((5, 2), np.nan, dtype=np.float32),
         messages='[{"role": "user", "content": "é"}]',
+        rewards={"format": 0.1, "pass@1": -(2.0**40)},
     )
 
 
@@ -99,13 +100,26 @@ def test_old_files_are_read_and_written_alike(tmp_path):
     ]
     assert spool.last_delivery() == deliveries[0]
     assert spool.registrations == {"run-1": 2}
-    assert [(row.index, row.score) for row in spool.read(spool.headers[1])] == [(6, 1), (7, 2)]
+    rows = spool.read(spool.headers[1])
+    assert [(row.index, row.score, row.rewards) for row in rows] == [(6, 1, None), (7, 2, None)]
     for header in spool.headers:
         with pa.memory_map(str(path_of(spool, header.start))) as file:
             written = json.loads(pa.ipc.open_file(file).schema.metadata[HEADER])
         assert list((written | {"crc32": "00000000"}).items()) == list(
             json.loads(header.to_json(spool.name)).items()
         )
+
+
+def test_columns_of_later_versions_are_passed_over():
+    """So that a run may go back to this version, as to those that knew no parts of rewards."""
+    rows = [full_row(), make_row()]
+    table = to_table(rows)
+    later = table.append_column("new", pa.array([[1], None]))
+    assert_same_rows(from_table(later), rows, but=("arrived",))
+    assert table.column_names[-1] == "rewards"  # earlier versions read the columns before it
+    without = from_table(table.drop_columns("rewards"))
+    assert_same_rows(without, rows, but=("arrived", "rewards"))
+    assert [row.rewards for row in without] == [None, None]
 
 
 def test_datasets_reads_files_with_typed_columns(tmp_path):
@@ -121,6 +135,8 @@ def test_datasets_reads_files_with_typed_columns(tmp_path):
     assert table["index"] == [2, 3]
     assert table[0]["distill_ids"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert (table[1]["env_id"], table[1]["mask"]) == (None, [True, False, True])
+    assert table[0]["rewards"][0] == {"name": "format", "value": 0.1}
+    assert table[1]["rewards"] is None
     assert str(table.features["logprobs"].feature.dtype) == "float32"
     assert table[0]["pulled_at"].tzname() == "UTC"
 

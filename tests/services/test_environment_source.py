@@ -118,6 +118,9 @@ class Env(BaseEnv):
         rollout["inference_logprobs"] = [-float(number)] * 3
         if number:
             rollout["distill_token_ids"] = [[1]] * 3
+        if number % 2:
+            rollout["overrides"] = {"rewards": {"odd": number}}
+            rollout["messages"] = [{"role": "user", "content": str(number)}]
         return rollout, []
 
     async def get_next_item(self): ...
@@ -148,6 +151,9 @@ def test_rollouts_collected_one_by_one_keep_logprobs(script):
     assert group["scores"] == [0.0, 1.0, 2.0, 3.0]
     assert group["inference_logprobs"] == [[-0.0] * 3, [-1.0] * 3, [-2.0] * 3, [-3.0] * 3]
     assert "distill_token_ids" not in group  # which not all of them have
+    assert group["overrides"] == [{}, {"rewards": {"odd": 1}}, {}, {"rewards": {"odd": 3}}]
+    assert [bool(messages) for messages in group["messages"]] == [False, True, False, True]
+    assert group["advantages"] == []  # which none of them has
 
 
 def test_unknown_setting_ends_environment_with_hint(script, tmp_path):

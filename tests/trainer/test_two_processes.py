@@ -47,9 +47,10 @@ PRODUCTS = ("vespo", "dapo, sequence_mask")
 def recordings(model: Path) -> list[list[dict]]:
     """Groups that lie across the border between the two processes (after row 8), and across two
     batches."""
-    straddling = [
-        make_group(model, size, 900 + i, turns=2) for i, size in enumerate((4, 8, 8, 6, 6))
-    ]
+    straddling = []
+    for i, size in enumerate((4, 8, 8, 6, 6)):
+        overrides = [{"rewards": {"first": j / 8, f"of group {i}": 1 - j}} for j in range(size)]
+        straddling.append(make_group(model, size, 900 + i, turns=2, overrides=overrides))
     return [mixed_batch(model, 1), straddling]
 
 
@@ -110,6 +111,10 @@ def test_processes_of_run_share_server_token(ranks):
     assert len(tokens) == 1 and len(tokens.pop()) > 20
 
 
+def parts_of(log: dict[str, float]) -> dict[str, float]:
+    return {metric: value for metric, value in log.items() if metric.startswith("reward/")}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_and_log_like_one(tiny_model, recorded, tmp_path, ranks, name):
     alone = train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name])
@@ -126,6 +131,10 @@ def test_two_processes_train_and_log_like_one(tiny_model, recorded, tmp_path, ra
             assert abs(reference["loss"]) > 1e-4 and math.isfinite(reference["loss"])
         # The table of completions has the rows of all ranks, in the order in which they came.
         assert rank["runs"][name]["advantages"] == pytest.approx(list(alone._logs["advantages"]))
+    # The first rank logs the parts of the rewards of all ranks.
+    logged = [parts_of(log) for log in ranks[0]["runs"][name]["log"]]
+    assert logged == [parts_of(log) for log in expected]
+    assert max(map(len, logged)) > 2
 
 
 def test_polling_error_on_rank_0_reaches_all_ranks(ranks):

@@ -241,6 +241,9 @@ def _lines_of_group(
         is_cut = int(rollout.completion_ids[-1]) not in ends
         ending = ", truncated" if is_cut else ""
         yield f"{number}. score {rollout.score:.4g}, {length} tokens{ending}"
+        if rollout.rewards:
+            parts = [f"{name} {value:.4g}" for name, value in rollout.rewards.items()]
+            yield from wrapped(", ".join(parts), "   parts: ")
         yield from _lines_of_text(tokenizer.decode(rollout.completion_ids))
     yield ""
     for text in _verdict(recipe, spec.name, group, rollouts, longest):

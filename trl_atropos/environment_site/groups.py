@@ -27,7 +27,7 @@ import sys
 import traceback
 
 import environment_stacks
-from run import carry_fields, refuse_unknown_settings, run_script
+from run import carry_fields, make_rewards_plain, refuse_unknown_settings, run_script
 from sitecustomize import describe, place_of
 
 GO = os.environ.get("TRL_ATROPOS_GO")
@@ -94,7 +94,11 @@ async def collect_groups(env, item):
     groups = await env.postprocess_histories(collected)
     if not isinstance(groups, list):
         groups = [groups]
-    return [group for group in groups if group]
+    groups = [group for group in groups if group]
+    for group in groups:
+        if isinstance(group, dict):
+            make_rewards_plain(group)
+    return groups
 
 
 def explain(error):

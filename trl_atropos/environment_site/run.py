@@ -4,7 +4,13 @@
 
 - Atropos' own `collect_trajectories` makes a group of what `collect_trajectory` returns, and drops
   some fields. One of them is the log-probabilities of the sampled tokens, without which nobody
-  knows what sampled a rollout. Here they stay.
+  knows what sampled a rollout. Here they stay. Of other fields it drops which rollout they are of,
+  unless all rollouts have them. Here the others get empty ones.
+- Parts of a reward may be numbers that JSON does not have, such as NaN or those of numpy. The API
+  would lose the group of one, or the whole batch. Here they become plain: see
+  `make_rewards_plain`.
+- The metrics that an environment logs reach Weights & Biases alone. Here they also reach the run:
+  see `environment_site_metrics.py`.
 - Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that
   is no setting of the environment's class ends the process, with the name that was probably meant.
 - Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
@@ -22,9 +28,12 @@ import sys
 import types
 
 import environment_stacks
+from environment_site_metrics import plain_number, record_metrics
 
 # Fields of what `collect_trajectory` returns that Atropos does not copy into the group.
 CARRIED = ("inference_logprobs", "distill_token_ids", "distill_logprobs")
+# Fields that Atropos copies from the rollouts that have them, and what the other rollouts get.
+FILLED = {"advantages": list, "messages": list, "overrides": dict}
 
 FIRST_SLEEP = 1.5  # seconds
 USUAL_SLEEP = 0.1  # seconds, Atropos' own between two looks at the API
@@ -93,7 +102,8 @@ class _Recorder:
 
 
 def carry_fields(base):
-    """Makes `base`, Atropos' `BaseEnv`, carry over the fields that every rollout of a group has."""
+    """Makes `base`, Atropos' `BaseEnv`, carry over the fields that every rollout of a group has,
+    and keep others in the order of the rollouts."""
     collect = base.collect_trajectories
 
     async def collect_trajectories(self, item):
@@ -103,9 +113,44 @@ def carry_fields(base):
             values = [rollout.get(field) for rollout in recorder.items]
             if values and all(value is not None for value in values):
                 group[field] = values
+        for field, make_empty in FILLED.items():
+            values = [rollout.get(field) for rollout in recorder.items]
+            if any(value is not None for value in values):
+                group[field] = [make_empty() if value is None else value for value in values]
         return group, backlog
 
     base.collect_trajectories = collect_trajectories
+
+
+def send_plain_rewards(base):
+    """Makes `base`, Atropos' `BaseEnv`, send groups to the API with plain rewards."""
+    send = base._send_scored_data_to_api
+
+    async def _send_scored_data_to_api(self, scored_data):
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        for group in groups:
+            make_rewards_plain(group)
+        await send(self, scored_data)
+
+    base._send_scored_data_to_api = _send_scored_data_to_api
+
+
+def make_rewards_plain(group):
+    """Replaces the parts of a group's rewards by numbers that JSON has, or by texts, which the run
+    drops and counts: `{"format": numpy.float32(1), "length": nan}` becomes
+    `{"format": 1.0, "length": "nan"}`."""
+    overrides = group.get("overrides")
+    if not isinstance(overrides, list):
+        overrides = []
+    for each in [group.get("group_overrides"), *overrides]:
+        if isinstance(each, dict) and "rewards" in each:
+            each["rewards"] = _plain_rewards(each["rewards"])
+
+
+def _plain_rewards(rewards):
+    if not isinstance(rewards, dict):
+        return plain_number(rewards)
+    return {str(name): plain_number(value) for name, value in rewards.items()}
 
 
 def refuse_unknown_settings(base):
@@ -158,6 +203,8 @@ def main():
 
     shorten_sleeps(BaseEnv)
     carry_fields(BaseEnv)
+    send_plain_rewards(BaseEnv)
+    record_metrics(BaseEnv)
     refuse_unknown_settings(BaseEnv)
     run_script(sys.argv[1])
 

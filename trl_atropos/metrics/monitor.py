@@ -25,6 +25,7 @@ from trl_atropos.metrics.health import (
     share_dropped,
     trl_metrics,
 )
+from trl_atropos.rollouts.reward_parts import part_means
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
 if TYPE_CHECKING:
@@ -100,11 +101,13 @@ class BatchMonitor:
         moved: dict[str, float],
         optimizer_steps: float,
     ) -> None:
-        """Logs the health of a batch's rollouts, and of the weights as `weights_moved` returns it.
-        `measured` are the metrics of the source, and `optimizer_steps` are taken on a batch."""
+        """Logs the parts of a batch's rewards, the health of its rollouts, and that of the weights
+        as `weights_moved` returns it. `measured` are the metrics of the source, and
+        `optimizer_steps` are taken on a batch."""
         measures = dict(moved)
         if self._accelerator.is_main_process:
             rollouts = batch.rollouts
+            self.log(part_means(rollouts))
             distils = self._args.distillation_coef > 0
             measures |= rollout_measures(rollouts, self._args.scale_rewards, distils)
             measures |= self._history.add(rollouts)

@@ -1,5 +1,5 @@
-"""Completes the model card that TRL writes at every save: the rewards, the evaluations, the
-environments, the settings and the versions of the run.
+"""Completes the model card that TRL writes at every save: the rewards with their parts, the
+evaluations, the environments and their metrics, the settings and the versions of the run.
 
 `AtroposGRPOTrainer.create_model_card` calls `complete_card`. The card may go to the Hub, so that it
 has neither secrets nor paths of this machine.
@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.report.run_folder import LOG
 from trl_atropos.report.run_log import SECRET, changed, portable, portable_value, versions
 from trl_atropos.report.summary import CURVE, draw_reward_curve, evaluation_lines
+from trl_atropos.rollouts.reward_parts import ENVIRONMENT, REWARD
 from trl_atropos.services.evaluations import Result
 
 # Settings that say where a run was, or that transformers sets by itself.
@@ -77,6 +79,9 @@ def complete_card(
         )
     if has_curve and (folder / CURVE).exists():
         parts.append(f"![Mean reward by optimizer step]({CURVE})")
+    rewards_in_parts = _first_and_last(state.log_history, REWARD)
+    if rewards_in_parts:
+        parts += ["Mean parts of the reward:", _bullets(rewards_in_parts)]
     if evaluations:
         parts += ["### Evaluation", _bullets(evaluation_lines(evaluations))]
     if commands:
@@ -84,6 +89,9 @@ def complete_card(
     for name, command in commands.items():
         one_line = portable(" ".join(command.split()))
         parts.append(f"`{name}`:\n\n```bash\n{one_line}\n```")
+    logged_by_environments = _first_and_last(state.log_history, ENVIRONMENT)
+    if logged_by_environments:
+        parts += ["Metrics that the environments logged:", _bullets(logged_by_environments)]
     parts += ["### Settings", _settings(args, base, adapters)]
     earlier = earlier_settings(folder)
     if earlier:
@@ -108,6 +116,21 @@ def _origin(args: AtroposGRPOConfig, state: TrainerState) -> str:
     steps = f"{state.global_step} of {args.max_steps} steps"
     today = datetime.now(UTC).date()
     return f"Trained on {source}, run `{run}`, {steps}, {today}."
+
+
+def _first_and_last(logs: Sequence[Mapping[str, float]], prefix: str) -> list[str]:
+    """Returns a line for each metric whose name begins with `prefix`, such as ``"`format`: 0.25 at
+    the first log, 0.975 at the last"``."""
+    values = defaultdict(list)
+    for entry in logs:
+        for name, value in entry.items():
+            if name.startswith(prefix):
+                values[name.removeprefix(prefix)].append(value)
+    lines = []
+    for name, logged in sorted(values.items()):
+        means = f"{logged[0]:.4g} at the first log, {logged[-1]:.4g} at the last"
+        lines.append(f"`{portable(name)}`: {means}")
+    return lines
 
 
 def _bullets(lines: list[str]) -> str:

@@ -130,6 +130,11 @@ function rewardSeries(data) {
   return shown.map((each) => ({ ...each, smooth: smoothed(each.values) }));
 }
 
+// A curve for each metric whose name begins with the prefix.
+function seriesOf(data, prefix) {
+  return byName(Object.keys(data.metrics).filter((name) => name.startsWith(prefix))).map((name) => curve(data, name, name.slice(prefix.length)));
+}
+
 function timeSeries(data) {
   const found = TIMES.map((name) => curve(data, `time/${name}`, name.replaceAll("_", " "))).filter(Boolean);
   const other = found.find((each) => each.label === "other");
@@ -148,6 +153,7 @@ function showCurves(data) {
   const progress = [
     { title: "Reward", unit: "mean score", range, height: 300, series: rewardSeries(data), about: data.rewards.length
       ? "Thin: every batch. Thick: a running mean." : "As logged; which rollouts a step took was not noted." },
+    { title: "Parts of the reward", unit: "mean", range, series: seriesOf(data, "reward/"), about: "Each over the rollouts that have it, as logged." },
     ...evaluationCharts(data, range),
   ];
   const specs = [

@@ -238,7 +238,7 @@ SHOWN = [
     "advantage",
 ]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
-COMPUTED = ["logprob", "trained_tokens", "gap", "gap_max", "last_token", "place"]
+COMPUTED = ["logprob", "trained_tokens", "gap", "gap_max", "last_token", "rewards", "place"]
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
@@ -320,6 +320,7 @@ def _fill_columns(
     columns["gap"].append(mean_gap)
     columns["gap_max"].append(largest_gap)
     columns["last_token"].append(int(rollout.completion_ids[-1]))
+    columns["rewards"].append(rollout.rewards)
 
 
 def _own_advantages(rollout: Rollout) -> np.ndarray | None:

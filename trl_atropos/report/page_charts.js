@@ -43,7 +43,7 @@ const redrawing = new ResizeObserver((entries) => entries.forEach((entry) => ent
 
 function chart(host, spec) {
   if (host.firstChild) host.replaceChildren();
-  spec.series.forEach((each, i) => { each.color = `var(--c${i % 8})`; each.dash = spec.stacked ? "" : DASHES[i % 4]; });
+  spec.series.forEach((each, i) => { each.color = `var(--c${i % 8})`; each.dash = spec.stacked ? "" : DASHES[(i + Math.floor(i / 8)) % 4]; });
   const steps = [...new Set(spec.series.flatMap((each) => each.steps))].sort((a, b) => a - b);
   for (const each of spec.series) each.at = new Map(each.steps.map((step, i) => [step, i]));
   const reading = el("span", { class: "reading", "aria-live": "polite" });

@@ -243,6 +243,8 @@ class Browser {
         : `mean ${number(this.rows.gap[i])}, largest ${number(this.rows.gap_max[i])} nats`,
       Tokens: `${this.rows.prompt_tokens[i]} of the prompt, ${this.rows.trained_tokens[i]} trained of ${this.rows.completion_tokens[i]} after it${this.kinds.truncated(i) ? ", truncated" : ""}`,
     };
+    const parts = Object.entries(this.rows.rewards[i] || {});
+    if (parts.length) facts["Parts of the reward"] = parts.map(([name, value]) => `${name} ${number(value)}`).join(", ");
     if (special.length) facts["Asked by the environment"] = special.join(", ");
     return el("dl", { class: "facts" }, ...Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }

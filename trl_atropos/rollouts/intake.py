@@ -23,6 +23,7 @@ from trl_atropos.rollouts.drop_reasons import (
     TOO_LONG,
     UNTRAINED,
 )
+from trl_atropos.rollouts.reward_parts import NamedNumbers
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.versions import settings_differ
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
@@ -67,6 +68,7 @@ class Intake:
         # of unknown log-probability.
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()  # `_counts` at the last call of `metrics`
+        self._parts = NamedNumbers("part of a reward", "rollouts/parts_dropped")
 
     @property
     def total_dropped(self) -> Counter[str]:
@@ -189,8 +191,17 @@ class Intake:
                 continue
             if needs_other_rollouts:
                 self._set_advantage_of_one(rollout)
+            rollout.rewards = self._rewards_of(group, i, label)
             rollouts.append(rollout)
         return rollouts, dropped
+
+    def _rewards_of(self, group: ScoredGroup, i: int, label: str) -> dict[str, float] | None:
+        """Returns the parts of a rollout's reward: those of its group and its own, which win."""
+        parts = {}
+        for overrides in (group.group_overrides, group.overrides[i]):
+            if overrides.rewards is not None:
+                parts |= self._parts.admit(overrides.rewards, label)
+        return parts or None
 
     def _set_advantage_of_one(self, rollout: Rollout) -> None:
         """Sets the advantage of a group of one as `single_row_groups` says."""
@@ -207,9 +218,10 @@ class Intake:
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: `rollouts/rejected_groups`; of rollouts,
-        `rollouts/dropped_rejected`, `_too_long`, `_untrained` and `_evaluation`; and
+        `rollouts/dropped_rejected`, `_too_long`, `_untrained` and `_evaluation`;
         `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
-        environment did not send (left out when no token came in)."""
+        environment did not send (left out when no token came in); and of parts of rewards,
+        `rollouts/parts_dropped_REASON` (left out if none was ever dropped for it)."""
         counts = self._counts.copy()
         new = counts - self._reported
         self._reported = counts
@@ -218,6 +230,7 @@ class Intake:
             metrics[f"rollouts/dropped_{reason}"] = float(new[reason])
         if new["tokens"]:
             metrics["rollouts/unknown_logprobs"] = new["unknown"] / new["tokens"]
+        metrics |= self._parts.metrics()
         return metrics
 
 

@@ -50,6 +50,7 @@ class Rollout:
     distill_ids: np.ndarray | None = None
     distill_logprobs: np.ndarray | None = None  # (c, k) float32, NaN = absent
     messages: str | None = None  # JSON of the conversation, for human readers
+    rewards: dict[str, float] | None = None  # named parts of the score, for metrics alone
 
     @property
     def trains_on_token_advantages(self) -> bool:
@@ -210,10 +211,10 @@ def staleness(
 # ------------------------------------------------------------------------------------------- tables
 
 
-# Columns of a spool's files. A new column makes files of earlier versions unreadable: `from_table`
-# needs them all. `FORMAT` in `spool.py` is the only switch: raise it with each change here, so that
-# such files are passed over with a warning instead. Lists have 64-bit offsets, because a batch may
-# have more values than 32 bits count.
+# Columns of a spool's files. `from_table` needs them all, so a file without one of them cannot be
+# read. Whoever changes them raises `FORMAT` in `spool.py`: then files of other versions are passed
+# over with a warning. Lists have 64-bit offsets, because a batch may have more values than 32 bits
+# count.
 COLUMNS: dict[str, pa.DataType] = {
     "index": pa.int64(),
     "group": pa.int64(),
@@ -238,10 +239,18 @@ COLUMNS: dict[str, pa.DataType] = {
 }
 
 
+# Columns that came later. Files of earlier versions lack them, and earlier versions do not look at
+# them: both read each other's files.
+PART = pa.struct({"name": pa.large_string(), "value": pa.float64()})
+LATER_COLUMNS: dict[str, pa.DataType] = {
+    "rewards": pa.large_list(PART),
+}
+
+
 def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """Returns a table of one row per rollout. `arrived` is the column `pulled_at`, in
     microseconds."""
-    columns = {name: [] for name in [*COLUMNS, "pulled_at"]}
+    columns = {name: [] for name in [*COLUMNS, "pulled_at", *LATER_COLUMNS]}
     for rollout in rollouts:
         for name in COLUMNS:
             value = getattr(rollout, name)
@@ -249,15 +258,22 @@ def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
                 value = list(value)  # as Arrow takes it
             columns[name].append(value)
         columns["pulled_at"].append(int(rollout.arrived * 1e6))
+        columns["rewards"].append(_parts(rollout.rewards))
     pulled_at = pa.timestamp("us", tz="UTC")
-    schema = pa.schema(COLUMNS | {"pulled_at": pulled_at})
+    schema = pa.schema(COLUMNS | {"pulled_at": pulled_at} | LATER_COLUMNS)
     return pa.table(columns, schema=schema)
 
 
+def _parts(rewards: dict[str, float] | None) -> list[dict[str, Any]] | None:
+    if rewards is None:
+        return None
+    return [{"name": name, "value": value} for name, value in rewards.items()]
+
+
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Returns the rollouts of a table that `to_table` made. Their arrays are read-only views of the
-    table's memory. Raises `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a
-    column is missing or has other values."""
+    """Returns the rollouts of a table that `to_table` made, in this version or an earlier one.
+    Their arrays are read-only views of the table's memory. Raises `KeyError`, `ValueError`,
+    `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values."""
     columns = {}
     for name, kind in COLUMNS.items():
         column = table.column(name).cast(kind)
@@ -267,11 +283,24 @@ def from_table(table: pa.Table) -> list[Rollout]:
             columns[name] = column.to_pylist()
     pulled_at = table.column("pulled_at").cast(pa.int64())
     columns["arrived"] = [microseconds / 1e6 for microseconds in pulled_at.to_pylist()]
+    columns["rewards"] = _rewards(table)
     rollouts = []
     for values in zip(*columns.values(), strict=True):
         fields = dict(zip(columns, values))
         rollouts.append(Rollout(**fields))
     return rollouts
+
+
+def _rewards(table: pa.Table) -> list[dict[str, float] | None]:
+    if "rewards" not in table.column_names:
+        return [None] * len(table)
+    column = table.column("rewards").cast(LATER_COLUMNS["rewards"])
+    rewards = []
+    for parts in column.to_pylist():
+        if parts is not None:
+            parts = {part["name"]: part["value"] for part in parts}
+        rewards.append(parts)
+    return rewards
 
 
 def _array(entry: pa.LargeListScalar) -> np.ndarray | None:

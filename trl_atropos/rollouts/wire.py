@@ -56,6 +56,7 @@ class Overrides(Sampling):
     set_advantage_to_zero: bool | None = None
     sft: bool | None = None
     evaluation: bool | None = None
+    rewards: Any = None  # named parts of the score, which `reward_parts.py` checks
 
 
 class Group(Struct):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
+from trl_atropos.services.environment_metrics import EnvironmentMetrics, metrics_file
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 from trl_atropos.services.stacks import where_is
 
@@ -149,6 +150,7 @@ class Supervisor:
         self._services = services
         self._on_failure = on_failure
         self._logs: dict[str, EnvironmentLog] = {}
+        self._metrics: dict[str, EnvironmentMetrics] = {}
         self._warned_of: set[tuple[str, str]] = set()  # environment, and where it failed
         self._closed = threading.Event()
 
@@ -159,8 +161,20 @@ class Supervisor:
         self._closed.set()
 
     def metrics(self) -> dict[str, float]:
-        """Returns `services/restarts`, the number of restarts of services so far."""
-        return {"services/restarts": float(self._services.restarts)}
+        """Returns `services/restarts`, the number of restarts of services so far, and what the
+        environments have logged since the last call, see `EnvironmentMetrics.read`."""
+        metrics = {"services/restarts": float(self._services.restarts)}
+        for service in self._services.running():
+            if service.name.startswith(ENVIRONMENT):
+                metrics |= self._metrics_of(service).read()
+        return metrics
+
+    def _metrics_of(self, service: Service) -> EnvironmentMetrics:
+        if service.name not in self._metrics:
+            path = metrics_file(service.log_path)
+            name = service.name.removeprefix(ENVIRONMENT)
+            self._metrics[service.name] = EnvironmentMetrics(path, name)
+        return self._metrics[service.name]
 
     def names(self) -> dict[int, str]:
         """Returns the environments' names by their numbers at the API, which their logs show. If

@@ -31,6 +31,7 @@ from random import SystemRandom
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
+from trl_atropos.services.environment_metrics import FILE_VARIABLE, metrics_file
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 from trl_atropos.services.service_log import cause_of_end, end_of, tail, tell_work
 from trl_atropos.services.stacks import FOLDER_VARIABLE
@@ -143,6 +144,9 @@ class Services(contextlib.AbstractContextManager):
         options += ["--settled", str(settled), "--report", str(report)]
         variables = _variables_without_launcher()
         variables[FOLDER_VARIABLE] = str(self.stacks_dir)
+        metrics = metrics_file(log_path.absolute())
+        metrics.unlink(missing_ok=True)  # of an earlier run, whose log has them
+        variables[FILE_VARIABLE] = str(metrics)
         folder = ""
         if scratch:
             folder = tempfile.mkdtemp(prefix=SCRATCH)
