@@ -1,5 +1,5 @@
-"""What both sides of `trl-atropos bench target` share: their settings, and the exam that the policy
-sits.
+"""What both sides of `trl-atropos bench target` share: their settings, the model that all runs begin
+with, and the exam that the policy sits.
 
 An `Exam` among the trainer's callbacks samples the answers to the held-out problems, with the clock
 of the run stopped, and ends the training when enough of them are right.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes/arithmetic
 import torch
 import yaml
 from environment import ArithmeticConfig, problems
-from make_model import mean, solve
+from make_model import SIZES, make_model, make_tokenizer, mean, new_model, solve
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +53,21 @@ class Settings:
         return since_first >= 0 and since_first % self.protocol["evaluate_every"] == 0
 
 
+def pretrain(settings: Settings) -> None:
+    """Makes the model that all runs begin with. In a rehearsal, it has learned nothing."""
+    size = SIZES[settings.protocol["size"]]
+    draft = settings.model.with_name("model.draft")
+    if settings.protocol["is_rehearsal"]:
+        tokenizer = make_tokenizer()
+        new_model(size, tokenizer).save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+    else:
+        # In bfloat16 it takes half of the recipe's time.
+        with torch.autocast("cuda", torch.bfloat16):
+            make_model(str(draft), settings.protocol["model_seed"], size)
+    draft.rename(settings.model)
+
+
 def do_nothing() -> None:
     """Stands in for what one side has and the other has not."""
 
@@ -68,12 +83,17 @@ class Exam(TrainerCallback):
     def __init__(self, settings: Settings):
         self._settings = settings
         task = ArithmeticConfig(**settings.task)
+        protocol = settings.protocol
         asked = problems("test", task.terms, task.digits)
-        self._problems = list(islice(asked, settings.protocol["problems"]))
-        self._max_new_tokens = settings.protocol["training"]["max_completion_length"]
+        self._problems = list(islice(asked, protocol["problems"]))
+        self._max_new_tokens = protocol["training"]["max_completion_length"]
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
         self._model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-        self._model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self._model.eval()
+        self._devices: list[torch.device] = []  # that have random generators of their own
+        if torch.cuda.is_available():
+            self._model.cuda()
+            self._devices.append(self._model.device)
         self.before = self._share_solved()  # by the model that the runs begin with
 
     def begin(
@@ -97,8 +117,8 @@ class Exam(TrainerCallback):
         if not self._settings.is_due(state.global_step):
             return
         self._settle()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         stopped_at = time.time()
         with self._sampling_stopped():
             self._model.load_state_dict(model.state_dict())
@@ -114,8 +134,7 @@ class Exam(TrainerCallback):
         self.evaluation_s += time.time() - stopped_at
 
     def _share_solved(self) -> float:
-        devices = [self._model.device] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(self._devices):
             torch.manual_seed(EXAM_SEED)
             scores = solve(self._model, self._tokenizer, self._problems, self._max_new_tokens)
         return mean(scores)

@@ -20,43 +20,24 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
 from benchmarks.target_environment import FIRST_REQUEST
-from benchmarks.target_exam import Exam, Settings, do_nothing
+from benchmarks.target_exam import Exam, Settings, do_nothing, pretrain
 from trl_atropos import __version__
 from trl_atropos import train as main_job
 from trl_atropos.services.manager import free_port
-from trl_atropos.weights.publisher import ServerPublisher
+
+if TYPE_CHECKING:  # it imports vLLM, which our side's process needs not
+    from trl_atropos.weights.publisher import ServerPublisher
 
 ENVIRONMENT = Path(__file__).with_name("target_environment.py")
 STALENESS = "rollouts/staleness_mean"  # a metric
 # TRL sets them for vLLM.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
-
-# ---------------------------------------------------------------------------------------- the model
-
-
-def pretrain(settings: Settings) -> None:
-    """Makes the model that all runs begin with. In a rehearsal, it has learned nothing."""
-    from make_model import SIZES, make_model, make_tokenizer, new_model
-
-    size = SIZES[settings.protocol["size"]]
-    seed = settings.protocol["model_seed"]
-    draft = settings.model.with_name("model.draft")
-    if settings.protocol["is_rehearsal"]:
-        tokenizer = make_tokenizer()
-        new_model(size, tokenizer).save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-    else:
-        # In bfloat16 it takes half of the recipe's time.
-        with torch.autocast("cuda", torch.bfloat16):
-            make_model(str(draft), seed, size)
-    draft.rename(settings.model)
 
 
 # ----------------------------------------------------------------------------------------- our side
@@ -147,7 +128,7 @@ def train_ours(
 
 
 @contextlib.contextmanager
-def servers_paused(publisher: ServerPublisher) -> Iterator[None]:
+def servers_paused(publisher: "ServerPublisher") -> Iterator[None]:
     """Stops sampling during the block. Requests in flight go on afterwards."""
     publisher.servers.each(lambda client: client.pause(clear_cache=False))
     try:

@@ -74,8 +74,7 @@ def test_rows_of_another_protocol_are_refused(tmp_path):
 @pytest.fixture
 def settings(tmp_path):
     """Of a side, with a model that has learned nothing."""
-    from benchmarks.target_exam import Settings
-    from benchmarks.target_sides import pretrain
+    from benchmarks.target_exam import Settings, pretrain
 
     protocol = replace(rehearsal(), target=2.0)  # out of reach
     written = {
