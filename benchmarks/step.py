@@ -20,7 +20,8 @@ DESCRIPTION = """\
 Measure how many useful tokens a training step works off in a second, beside TRL's own GRPOTrainer.
 
 On each shape of batch, the trainers take turns, from the same weights on the same rows; of two optimizer steps, the
-second is measured, and the first one's loss is compared. Times are medians of the rounds.
+second is measured (of the plain loop's, the fourth), and the first one's loss is compared. Times are medians of the
+rounds.
 
   shape       spread: lengths of completions are log-normal; equal: all of them are as long
   trainer     trl: TRL's GRPOTrainer; rows: ours, with a fixed number of rows per micro-batch; tokens: ours, with
