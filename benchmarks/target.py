@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl import run_variables
+from benchmarks.against_trl import ROOT, run_variables
 from benchmarks.options import Parser, aligned, positive, writable
 from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
@@ -63,8 +63,8 @@ class Protocol:
 
     @property
     def id(self) -> str:
-        """A hash of all of it, which every row has."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """A hash of all of it and of the recipe, which every row has."""
+        text = json.dumps(asdict(self), sort_keys=True) + (ROOT / self.recipe).read_text()
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
