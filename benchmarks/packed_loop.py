@@ -1,9 +1,10 @@
 """The step of a plain loop on the same rollouts: what a trainer could reach at most, for
 `trl-atropos bench step`.
 
-Rollouts stand end to end in rows of up to `max_tokens`, without padding; attention stops at their
-borders; decoder layers are compiled on GPUs; log-probabilities are computed in chunks. One pass
-with gradients, AdamW. No TRL, no groups, no statistics, and of a loss only importance ratios.
+Rollouts stand end to end in rows of up to `max_tokens`, without padding. Attention stops at their
+borders. On GPUs, whole decoder layers are compiled, and so is the head, whose log-probabilities are
+computed in chunks; on the CPU, nothing is (`compiles` says which). There is one pass with
+gradients, and AdamW: no TRL, no groups, no statistics, and of a loss only importance ratios.
 """
 
 import inspect
@@ -17,9 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from trl_atropos.rollouts.rollout import Rollout
 
-CHUNK = 2048  # tokens whose logits are in memory at the same time
-# of a layer: all but its attention
-COMPILED = ("mlp", "input_layernorm", "post_attention_layernorm")
+CHUNK = 4096  # tokens whose logits are in memory at the same time
+
+
+def compiles() -> bool:
+    """Returns whether the loop compiles its layers here: on the CPU, compiling takes longer than
+    the whole benchmark."""
+    return torch.cuda.is_available()
 
 
 class Row:
@@ -60,9 +65,12 @@ class PackedLoop:
         self.model.to("cuda" if cuda else "cpu").train()
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in self.model.model.layers if cuda else ():
-            for name in COMPILED:
-                getattr(layer, name).compile(dynamic=True)
+        self._score = _logprobs
+        if compiles():
+            # Once for rows of all lengths.
+            self._score = torch.compile(_logprobs, dynamic=True)
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self.rows = [Row(row, self.model.device.type) for row in _packed(rollouts, max_tokens)]
         self.trained = sum(int(row.weights.sum()) for row in self.rows)  # tokens
@@ -93,7 +101,7 @@ class PackedLoop:
         head = self.model.lm_head.weight
         chunks = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
         return torch.cat(
-            [checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks]
+            [checkpoint(self._score, *chunk, head, use_reentrant=False) for chunk in chunks]
         )
 
 

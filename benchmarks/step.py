@@ -20,15 +20,18 @@ DESCRIPTION = """\
 Measure how many useful tokens a training step works off in a second, beside TRL's own GRPOTrainer.
 
 On each shape of batch, the trainers take turns, from the same weights on the same rows; of two optimizer steps, the
-second is measured, and the first one's loss is compared. Times are medians of the rounds.
+second is measured (of the plain loop's, the fourth), and the first one's loss is compared. Times are medians of the
+rounds.
 
   shape       spread: lengths of completions are log-normal; equal: all of them are as long
   trainer     trl: TRL's GRPOTrainer; rows: ours, with a fixed number of rows per micro-batch; tokens: ours, with
               `max_tokens_per_micro_batch`; packed_loop: no trainer but a plain loop without padding, on GPUs with
-              compiled layers: about what this model and machine can do
+              whole decoder layers compiled (on the CPU with none, as the first line says): what this model and
+              machine can do
   padding     tokens that the training pass works on, for each useful one
   tokens      useful ones per second; one counts once, however many passes it goes through
   speedup     over TRL on that shape
+  of_loop     tokens per second as a share of packed_loop's, if that was measured
   kernels     started on the GPU, for each useful token
   loss        of the first step; all trainers must have the same (the plain loop has none)
   pass        of the step: the forward and backward that train, without the passes before and the optimizer
@@ -45,6 +48,7 @@ COLUMNS = {  # of the table: field, and how it is written
     "step_ms": "{:.0f}",
     "tokens_per_s": "{:.0f}",
     "speedup": "{:.2f}",
+    "of_loop": "{:.2f}",
     "kernels_per_token": "{:.2f}",
     "loss": "{:.6f}",
     "pass_ms": "{:.0f}",
@@ -189,7 +193,8 @@ def run(options: argparse.Namespace) -> dict:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     import torch
 
-    from benchmarks.step_trainers import device_name, measure_balance, measure_shape
+    from benchmarks.packed_loop import compiles
+    from benchmarks.step_trainers import PACKED_LOOP, device_name, measure_balance, measure_shape
     from trl_atropos.metrics.timing import peak_flops
 
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
@@ -200,13 +205,18 @@ def run(options: argparse.Namespace) -> dict:
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for row in rows:
         row["mfu"] = row["tflops_per_s"] * 1e12 / peak if peak else None
-        row["speedup"] = _speedup(row, rows)
+        row["speedup"] = _ratio(row, rows, "trl")
+        row["of_loop"] = _ratio(row, rows, PACKED_LOOP)
+    loop = {}
+    if PACKED_LOOP in options.trainers:
+        loop[PACKED_LOOP] = "compiled" if compiles() else "not_compiled"
     packages = ("torch", "trl", "transformers")
     return {
         "header": {
             "trl_atropos": __version__,
             **{package: version(package) for package in packages},
             "device": device,
+            **loop,
             "cpus": len(os.sched_getaffinity(0)),
             "params": options.params,
             "rows": options.rows,
@@ -218,9 +228,13 @@ def run(options: argparse.Namespace) -> dict:
     }
 
 
-def _speedup(row: dict, rows: list[dict]) -> float | None:
-    theirs = [one for one in rows if one["shape"] == row["shape"] and one["trainer"] == "trl"]
-    return row["tokens_per_s"] / theirs[0]["tokens_per_s"] if theirs else None
+def _ratio(row: dict, rows: list[dict], trainer: str) -> float | None:
+    """Returns the tokens per second of `row` over those of `trainer` on the same shape, or `None`
+    if that was not measured."""
+    for other in rows:
+        if other["shape"] == row["shape"] and other["trainer"] == trainer:
+            return row["tokens_per_s"] / other["tokens_per_s"]
+    return None
 
 
 def table(result: dict) -> str:

@@ -31,6 +31,9 @@ from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks
 STEPS = 2  # that each trainer takes; the last is measured
+# The plain loop takes more: torch compiles again when the second step finds gradients to add to.
+LOOP_STEPS = 4
+COMPILATIONS = 64  # of the code of a layer, in all rounds together
 PACKED_LOOP = "packed_loop"  # is no trainer
 VOCABULARY = 256
 
@@ -255,9 +258,12 @@ def _run_loop(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, None, int]:
     """As `_run_trainer`. The loop has no loss to compare."""
+    # Torch gives up after compiling the code of a layer eight times. Trainers of all rounds count
+    # towards it, and each round has another model.
+    torch._dynamo.config.recompile_limit = COMPILATIONS
     loop = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing)
     clock = StepTime()
-    for _ in range(STEPS):
+    for _ in range(LOOP_STEPS):
         began = _now()
         loop.train()
         clock.training_pass = _now() - began

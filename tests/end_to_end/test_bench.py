@@ -113,10 +113,15 @@ def test_trainers_of_step_benchmark_take_same_step():
     size += ["--prompt", "8", "--longest", "64", "--shapes", "spread", "--rounds", "1"]
     done = bench("step", "--trainers", ",".join(trainers), *size, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(done.stdout)["rows"]
+    result = json.loads(done.stdout)
+    rows = result["rows"]
     assert [row["trainer"] for row in rows] == trainers
-    of_trl, ours, _ = rows
+    of_trl, ours, loop = rows
     assert ours["loss"] == pytest.approx(of_trl["loss"], abs=1e-6)
+    assert loop["of_loop"] == 1
+    assert ours["of_loop"] == ours["tokens_per_s"] / loop["tokens_per_s"]
+    expected = "compiled" if torch.cuda.is_available() else "not_compiled"
+    assert result["header"]["packed_loop"] == expected
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
