@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollouts import malformed, oracle
+from trl_atropos import activity
 from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
-from trl_atropos.services import evaluations
 from trl_atropos.services.evaluation_results import Result, read_result, results_of
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services
@@ -442,15 +442,16 @@ def told(caplog) -> list[str]:
     ]
 
 
-def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
+def test_hung_evaluation_is_told_ever_more_rarely(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
-    assert evaluations.MESSAGE_EVERY == 60.0
-    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 1.0)
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 1.0)
     with hanging(tmp_path, ready=True) as made:
         assert made.ready(6, first=False, last=False, timeout=30)
         began = time.monotonic()
         made.begin(6, first=False, last=False)
         wait_for_line("asking problem 17 of 200", tmp_path)
+        groups = tmp_path / "evaluations/task/next/groups.jsonl"
+        groups.write_text('{"item": 0, "groups": []}\n{"item": 1, "gro')  # it is at the second
         while len(told(caplog)) < 2:
             assert time.monotonic() - began < 30.0
             assert made.poll() == []
@@ -462,7 +463,8 @@ def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
                 assert told(caplog)[:-1] == before
             time.sleep(0.02)
     found = [
-        re.fullmatch(r"Evaluation 'task' at step 6, (\d+) s: (.*)", line) for line in told(caplog)
+        re.fullmatch(rf"Evaluation 'task' at step 6, 1 of {PROBLEMS} problems, (\d+) s: (.*)", line)
+        for line in told(caplog)
     ]
     assert [match[2] for match in found] == ["asking problem 17 of 200"] * 2
     assert 1 <= int(found[0][1]) < int(found[1][1])
@@ -470,7 +472,7 @@ def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
 
 def test_unready_evaluation_is_told(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
-    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 0.6)
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 0.6)
     monkeypatch.delenv("COLUMNS", raising=False)  # by which lines are cut
     with hanging(tmp_path, ready=False) as made:
         wait_for_line("loading the problems", tmp_path)
