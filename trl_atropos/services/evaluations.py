@@ -284,9 +284,9 @@ class Evaluator:
     def _end(self, process: _Process, failure: EvaluationError | None) -> None:
         """Ends a process, reports the `failure` of its evaluation if there is one, and prepares the
         next one if it may come."""
-        self._services.end(process.service)
         if process.bar is not None:
             process.bar.close()
+        self._services.end(process.service)
         del self._processes[process.spec.name]
         if failure is not None:
             name = process.spec.name
