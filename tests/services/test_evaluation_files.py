@@ -2,6 +2,7 @@
 a full disk."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -468,6 +469,33 @@ def test_hung_evaluation_is_told_ever_more_rarely(tmp_path, caplog, monkeypatch)
     ]
     assert [match[2] for match in found] == ["asking problem 17 of 200"] * 2
     assert 1 <= int(found[0][1]) < int(found[1][1])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_shows_bar_of_problems(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "trl_atropos")
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 0.1)
+    with hanging(tmp_path, ready=True) as made:
+        assert made.ready(6, first=False, last=False, timeout=30)
+        caplog.clear()
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        made.begin(6, first=False, last=False)
+        groups = tmp_path / "evaluations/task/next/groups.jsonl"
+        deadline = time.monotonic() + 30.0
+        for done in (1, 2):
+            with groups.open("a") as file:
+                file.write('{"item": 0, "groups": []}\n')
+            while f"| {done}/{PROBLEMS} [" not in screen.getvalue():
+                assert time.monotonic() < deadline
+                made.tell_progress()
+                time.sleep(0.02)
+        assert "Evaluation 'task' at step 6: " in screen.getvalue()
+    assert told(caplog) == []
 
 
 def test_unready_evaluation_is_told(tmp_path, caplog, monkeypatch):
