@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from trl_atropos.activity import activity
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -55,7 +57,8 @@ def give_result(
     # With more, TRL would divide the model among them. Servers and launchers that are started here
     # get one, too.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the result
+    # what libraries print is not the result
+    with contextlib.redirect_stdout(sys.stderr), activity("Measuring"):
         result = run(options)
     text = json.dumps(result, indent=2) + "\n"
     if options.output is not None:

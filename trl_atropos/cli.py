@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trl_atropos import __version__
+from trl_atropos.logging import speak
 
 COMMANDS = {
     "train": "train by a recipe: `accelerate launch ... -m trl_atropos.train` in one command",
@@ -61,6 +62,7 @@ def _run(words: list[str]) -> None:
         sys.stderr.write(f"trl-atropos: unknown command {command!r}. {fix}\n")
         sys.exit(2)
     parser.parse_args([command])  # prints what `--help` and `--version` ask for
+    speak()
     _call(command, words[1:])
 
 

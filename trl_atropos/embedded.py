@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trl_atropos import train as main_job
+from trl_atropos.activity import activity
+from trl_atropos.logging import speak
 from trl_atropos.services.signals import Interrupted, handlers
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ def start_services(recipe: str | os.PathLike[str], **settings: Any) -> Iterator[
 def _parse(recipe: str | os.PathLike[str], settings: Mapping[str, Any]) -> "Recipe":
     """Returns the recipe with the settings, which are given to the parser as an overlay: so they
     may be lists and mappings, too."""
+    speak()
     argv = ["--config", os.fspath(recipe)]
     with tempfile.TemporaryDirectory() as folder:
         if settings:
@@ -148,7 +151,7 @@ def _parse(recipe: str | os.PathLike[str], settings: Mapping[str, Any]) -> "Reci
             overlay.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
             argv += ["--overlay", str(overlay)]
         main_job.apply_recipe_environment(argv)
-        with main_job.without_vllm():
+        with activity("Reading the recipe"), main_job.without_vllm():
             from trl_atropos.recipe import parse
 
             return parse(argv)

@@ -15,6 +15,8 @@ from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 VARIABLE = "TRL_ATROPOS_VERBOSITY"
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR, "critical": CRITICAL}
 
+ACTIVITY = "trl_atropos.activity"  # name of the logger of what takes long
+
 _root = logging.getLogger("trl_atropos")
 
 
@@ -49,12 +51,19 @@ def get_verbosity() -> int:
 def set_verbosity(level: int) -> None:
     """Hides records below `level`, one of Python's levels such as `logging.INFO`."""
     _root.setLevel(level)
+    logging.getLogger(ACTIVITY).setLevel(logging.NOTSET)
 
 
 set_verbosity_debug = partial(set_verbosity, DEBUG)
 set_verbosity_info = partial(set_verbosity, INFO)
 set_verbosity_warning = partial(set_verbosity, WARNING)
 set_verbosity_error = partial(set_verbosity, ERROR)
+
+
+def speak() -> None:
+    """Has a command say what takes long (`activity.py`), unless `TRL_ATROPOS_VERBOSITY` hides it.
+    Holds until `set_verbosity` is called."""
+    logging.getLogger(ACTIVITY).setLevel(verbosity_of_environment() or INFO)
 
 
 def disable_propagation() -> None:

@@ -6,7 +6,9 @@ check` then call `check_files` and `check_reports`, which look at the machine. A
 """
 
 import difflib
+import importlib.util
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,13 @@ from trl_atropos.services.environment_source import setting_names
 
 if TYPE_CHECKING:
     from trl_atropos.recipe import Recipe, ServicesConfig
+
+# of those whose callbacks, if they miss them, end with an error that hides ours
+REPORTING_PACKAGES = {
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "dagshub": ("dagshub", "mlflow"),
+}
 
 
 def check_settings(recipe: "Recipe") -> None:
@@ -236,11 +245,16 @@ def check_files(recipe: "Recipe") -> "Recipe":
 
 
 def check_reports(training: AtroposGRPOConfig) -> None:
-    """Raises `RecipeError` if a reporting package that `report_to` names is missing. Otherwise you
-    would learn it only when the server is up and the trainer is made."""
+    """Raises `RecipeError` if a reporting package that `report_to` names is missing, or could log
+    nothing. Otherwise you would learn it only when the server is up and the trainer is made, or
+    never."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
+        for name in training.report_to:
+            for package in REPORTING_PACKAGES.get(name, ()):
+                if importlib.util.find_spec(package) is None:
+                    raise ImportError(f"{package} is not installed. Run `pip install {package}`.")
         for callback in get_reporting_integration_callbacks(training.report_to):
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
@@ -248,3 +262,22 @@ def check_reports(training: AtroposGRPOConfig) -> None:
         what = f"`report_to` is {training.report_to}: {error}"
         fix = "Or set `report_to: none`."
         raise RecipeError(what, seen, fix, "report-to") from error
+    if "trackio" in training.report_to:
+        _require_trackio_folder()
+
+
+def _require_trackio_folder() -> None:
+    """Raises `RecipeError` if trackio cannot write where it keeps its runs. Trackio itself would
+    only warn, and log no step. It writes there before it sends anything elsewhere, too."""
+    from trackio.utils import TRACKIO_DIR
+
+    try:
+        os.makedirs(TRACKIO_DIR, exist_ok=True)
+        tempfile.TemporaryFile(dir=TRACKIO_DIR).close()
+    except OSError as error:
+        what = (
+            f"`report_to` has trackio, which keeps its runs in {TRACKIO_DIR}, where nothing can be "
+            f"written ({error.strerror})"
+        )
+        fix = "Set `TRACKIO_DIR` to another folder (also under `env`), or `report_to: none`."
+        raise RecipeError(what, f"TRACKIO_DIR: {TRACKIO_DIR}", fix, "report-to") from error

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from accelerate import PartialState
 
+from trl_atropos.activity import activity
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError, ServerTimeout
 from trl_atropos.protocol import (
@@ -442,7 +443,8 @@ class Servers:
         elif state.is_main_process:
             urls = self.urls
         self.clients = [self.client(url, self.timeout, self.token) for url in urls]
-        self.infos = self.each(lambda client: client.info())
+        with activity(f"Asking {', '.join(urls)} what is served there"):
+            self.infos = self.each(lambda client: client.info())
         self.info = on_main(lambda: self.infos[0])
 
     def each(self, call: Callable[[ServerClient], Any]) -> list[Any]:

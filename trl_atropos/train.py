@@ -21,6 +21,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from trl_atropos.activity import activity
+from trl_atropos.logging import speak
 from trl_atropos.services.signals import (
     Interrupted,
     die_with_launcher,
@@ -96,6 +98,7 @@ exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C,
 def main() -> None:
     die_with_launcher()
     install_handlers()
+    speak()
     stated = apply_recipe_environment(sys.argv[1:])
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -103,14 +106,15 @@ def main() -> None:
     if str(stated.get("mps")).lower() in ("", "1", "t", "true", "y", "yes"):
         start_mps(os.path.join(str(stated.get("output_dir", "trainer_output")), "logs"))
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
-    with without_vllm():
+    with activity("Importing PyTorch, Transformers and TRL"), without_vllm():
         from trl_atropos.recipe import parse
 
     # TRL's parser prints its own help, which has every setting
     words = ["--help" if word == "--help_all" else word for word in sys.argv[1:]]
     recipe = None
     try:
-        recipe = parse(words)
+        with activity("Reading the recipe"):
+            recipe = parse(words)
         run(recipe)
     except Interrupted as end:
         _tell_how_to_go_on(recipe, f"Interrupted ({end.signum.name}).")
@@ -165,7 +169,8 @@ def start_mps(log_dir: str) -> None:
     services = Services(log_dir)
     variables = os.environ.copy()
     try:
-        _start_mps(services)
+        with activity("Starting NVIDIA's MPS"):
+            _start_mps(services)
     except (ServiceError, OSError, subprocess.TimeoutExpired) as error:
         services.stop()
         os.environ.pop(MPS_FOLDER, None)
@@ -356,11 +361,14 @@ def running_services(
 
     set_up_logging(recipe.training)
     _heed_ddp_timeout(recipe.training)
-    recipe = check_files(recipe)
+    with activity("Checking the model and the checkpoints"):
+        recipe = check_files(recipe)
     training = recipe.training
-    ranks.together(lambda: check_reports(training))
+    with activity(f"Loading what reports to {', '.join(training.report_to)}"):
+        ranks.together(lambda: check_reports(training))
     if training.push_to_hub:
-        ranks.on_main(lambda: make_repository(training))
+        with activity("Making the repository on the Hub"):
+            ranks.on_main(lambda: make_repository(training))
     # before anything that talks to the servers is made, on every rank
     if recipe.services.start_vllm:
         os.environ[TOKEN_VARIABLE] = ranks.on_main(control_token)
@@ -429,7 +437,7 @@ def start_services(
     # before the environments register there, which would end without their place
     elif recipe.training.reset_atropos:
         # the trainer waits for the API, and says what is wrong
-        with contextlib.suppress(RolloutError):
+        with contextlib.suppress(RolloutError), activity(f"Resetting the Atropos API at {atropos}"):
             AtroposClient(atropos, config.service_timeout, config.service_timeout).reset()
     # Environments load while the server starts. They sample nothing before the trainer asks for a
     # first batch, and evaluations not before they are told to.
@@ -521,7 +529,7 @@ def train(
     callbacks: Sequence["TrainerCallback"] = (),
 ) -> "AtroposGRPOTrainer":
     """Builds the trainer, trains, saves, and writes the run's summary. Returns the trainer."""
-    with without_vllm():
+    with activity("Importing the trainer"), without_vllm():
         from trl_atropos.trainer import AtroposGRPOTrainer
     from trl_atropos.errors import PushError
     from trl_atropos.weights.checkpoint import disk_errors
@@ -537,7 +545,8 @@ def train(
             if training.push_to_hub:
                 trainer.push_to_hub()  # saves, and writes the card, before
             else:
-                trainer.save_model(training.output_dir)
+                with activity(f"Saving the model in {training.output_dir}"):
+                    trainer.save_model(training.output_dir)
                 trainer.create_model_card()
     except PushError:
         _summarise(trainer)

@@ -1,4 +1,4 @@
-"""`AtroposGRPOTrainer` overrides 22 methods of TRL's `GRPOTrainer` and Transformers' `Trainer`, and
+"""`AtroposGRPOTrainer` overrides 23 methods of TRL's `GRPOTrainer` and Transformers' `Trainer`, and
 trains on the rollouts of a `RolloutSource` in place of a prompt dataset.
 
 The methods stand below in the order of a run. Each does its own work with a part of the trainer:
@@ -43,6 +43,7 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
+from trl_atropos.activity import Activity, activity
 from trl_atropos.batches.generation_batch import GenerationBatch, computed_tokens
 from trl_atropos.batches.micro_batches import Batch, Scores, TokenBudget, loss_share
 from trl_atropos.batches.schedule import BatchSchedule
@@ -158,15 +159,17 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # Hyperparameters of the optimizer's groups, as this run's settings have made them.
         self._configured_groups: list[dict[str, Any]] = []
         no_dataset = Dataset.from_dict({"prompt": [""]})
+        name = model if isinstance(model, str) else type(model).__name__
         try:
-            super().__init__(
-                self.policy_publisher.load(model, args, peft_config),
-                reward_funcs=[atropos_score],
-                args=args,
-                train_dataset=no_dataset,
-                eval_dataset=None if evaluator is None else no_dataset,
-                **kwargs,
-            )
+            with activity(f"Loading the model {name}"):
+                super().__init__(
+                    self.policy_publisher.load(model, args, peft_config),
+                    reward_funcs=[atropos_score],
+                    args=args,
+                    train_dataset=no_dataset,
+                    eval_dataset=None if evaluator is None else no_dataset,
+                    **kwargs,
+                )
             requirements.require_trainable_model(self)
             self.computation = Computation(self)
             # The current batch. It is empty until the first comes, and the probe scores through it.
@@ -174,9 +177,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
             has_masters = args.master_weights and not self.is_sharded
             if has_masters and masters.can_round_adapter(self):
                 masters.round_adapter(self.model)
-            self.policy_publisher.attach(self)
+            with activity("Connecting the weights to the inference server"):
+                self.policy_publisher.attach(self)
             if has_masters:
-                masters.use_masters(self, offload=args.offload_master_weights)
+                with activity("Making float32 masters of the weights"):
+                    masters.use_masters(self, offload=args.offload_master_weights)
             require_savable(self)
         except BaseException:
             # Also on Ctrl-C: a lease that stayed open would keep others from the server.
@@ -194,6 +199,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.evaluation = EvaluationCallback(self, evaluator)
         self.run_log = RunLog(args.output_dir)
         self._times = StepTimes(self.stopwatch, metrics)
+        # from `train` to the first step: sharding, the optimizer, a checkpoint
+        self._preparation = Activity("Preparing the training")
         self._run_path = RunPath()
         show_lines(self.callback_handler)
         rollout_state = state_callback(self._supply, self._begin)
@@ -240,9 +247,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     move_aside(self.args)
                 elif self.accelerator.is_main_process:
                     say_which(checkpoint)
+                self._preparation.begin()
                 self.policy_publisher.hold()
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
+                self._preparation.end(failed=True)
+                self._times.watch.end(failed=True)
                 self.policy_publisher.close()
                 if self.accelerator.is_main_process:
                     self.rollout_source.close()
@@ -281,8 +291,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         by then."""
         # The checkpoint has brought its own `save_steps` and the like: this run's replace them.
         self.state.compute_steps(self.args, self.args.max_steps)
-        self.computation.check()
-        self.computation.set_up_layers()
+        self._preparation.end()
+        with activity("Testing how the model computes"):
+            self.computation.check()
+            self.computation.set_up_layers()
         # Now that it is known whether rollouts are packed: the first probe scores as training does.
         self._batch = self._batch_of([])
         self.policy_publisher.begin(optimizer, self.state.global_step)
@@ -297,8 +309,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         flops = flops_per_token(self.model)
         if peak is not None and flops is not None:
             self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
-        self._supply.begin()
+        with activity("Opening the source of the rollouts"):
+            self._supply.begin()
         self.evaluation.begin(self.state.global_step)
+        self._times.watch.compiles = self.computation.compiles
         self.stopwatch.start()
 
     def _new_token_budget(self) -> TokenBudget | None:
@@ -595,15 +609,17 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Saves the model, on every machine if `save_on_each_node` is set."""
         saving.save_on_each_node(self)
         super()._save(output_dir, state_dict)
+        saving.correct_card(self, output_dir)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: Module | None = None
     ) -> None:
         """Loads the weights of a checkpoint, once it is known to be whole."""
-        if self.is_fsdp_enabled:  # DeepSpeed does not come here
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            saving.load_policy(self, resume_from_checkpoint)
+        with activity(f"Loading the weights of {resume_from_checkpoint}"):
+            if self.is_fsdp_enabled:  # DeepSpeed does not come here
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                saving.load_policy(self, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Loads the best checkpoint as a run that resumes does: Transformers would pass over what
@@ -612,14 +628,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
         load = super()._load_best_model
         if not self.is_sharded:
             load = partial(self._load_from_checkpoint, best)
-        self.policy_publisher.replace(load)
+        with activity(f"Loading the best checkpoint, {best}"):
+            self.policy_publisher.replace(load)
         saving.require_adapter_loaded(self, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the optimizer of a checkpoint, with the settings of this run."""
         if checkpoint is None:
             return
-        with checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups):
+        with (
+            activity(f"Loading the optimizer's state of {checkpoint}"),
+            checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups),
+        ):
             super()._load_optimizer_and_scheduler(checkpoint)
         # DeepSpeed and FSDP have loaded the adapter before this method is called.
         saving.require_adapter_loaded(self, checkpoint)
@@ -646,8 +666,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # no repository yet: the model is saved even if none can be made
         if self.hub_model_id is None:
             self.save_model(_internal_call=True)
-        with model_only():
+        with activity(f"Pushing the model in {self.args.output_dir} to the Hub"), model_only():
             return super().push_to_hub(*args, **kwargs)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the push of a checkpoint."""
+        with activity("Waiting for the push of a checkpoint to the Hub"):
+            super()._finish_current_push()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a checkpoint, without rollouts, logs and tokens either."""

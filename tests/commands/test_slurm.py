@@ -86,6 +86,7 @@ def cluster(tmp_path, monkeypatch):
             patch.setattr(sys, "executable", str(programs / "python"))
             script = rendered([*words, "--output_dir", str(tmp_path / "out")])
         script = script.replace("9001 + i", "29001 + i").replace("sleep 5", "sleep 0.2")
+        script = script.replace("SAY_AT=10", "SAY_AT=0")
         env = (
             os.environ
             | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"}
@@ -140,6 +141,13 @@ def test_trainers_and_servers_start_with_one_token(cluster, tmp_path):
     assert len(tokens) == 1 and re.fullmatch("[0-9a-f]{48}", tokens.pop())
     assert {one["mode"] for one in told} == {"0o600"}
     assert not (tmp_path / "out/token-7").exists()  # the job took it away
+    waiting, ready, *_ = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"Waiting for the server at http://127\.0\.0\.1:29001, \d+ s: see .*", waiting
+    )
+    assert ready.startswith(
+        ("Waiting for the server", "A server is ready at http://127.0.0.1:29001")
+    )
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,30 @@ MUTATIONS: list[Mutation] = [
         "tests/services/test_evaluation.py::test_pass_at_k_is_told_for_powers_of_two",
     ),
     Mutation(
+        "trl_atropos/activity.py",
+        "self.next = seconds + min(seconds, LONGEST_PAUSE)",
+        "self.next = seconds + LONGEST_PAUSE",
+        "tests/report/test_activity.py::test_messages_come_ever_more_rarely",
+    ),
+    Mutation(
+        "trl_atropos/activity.py",
+        " and _going_on[-1:] == [self]",
+        "",
+        "tests/report/test_activity.py::test_innermost_activity_speaks_alone",
+    ),
+    Mutation(
+        "trl_atropos/metrics/timing.py",
+        "        if not self._is_first:\n",
+        "        if True:\n",
+        "tests/report/test_activity.py::test_step_is_long_if_it_takes_twice_as_long_as_others",
+    ),
+    Mutation(
+        "trl_atropos/report/model_card.py",
+        'return "/" in name and _is_valid(name)',
+        "return _is_valid(name)",
+        "tests/report/test_model_card.py::test_name_that_the_hub_does_not_have_is_no_base",
+    ),
+    Mutation(
         "trl_atropos/services/evaluations.py",
         "not_solved = min(0.0, spec.passes_above)",
         "not_solved = 0.0",

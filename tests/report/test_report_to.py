@@ -1,9 +1,11 @@
 """Where a run's metrics go: TensorBoard, Weights & Biases, trackio, and the log that `trl-atropos
 report` reads."""
 
+import importlib.util
 import json
 import logging
 import os
+import re
 import sqlite3
 import struct
 import subprocess
@@ -14,13 +16,33 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.errors import RolloutError
+from trl_atropos.errors import RecipeError, RolloutError
+from trl_atropos.recipe_checks import check_reports
 from trl_atropos.report.run_folder import LOG, read_run
 
 OURS = ("rollouts/", "health/", "time/", "policy/")
+# what the message about a missing package names
+PACKAGES = {
+    "azure_ml": "azureml-sdk",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "comet_ml": "comet-ml",
+    "dagshub": "dagshub",
+    "dvclive": "dvclive",
+    "flyte": "flytekit",
+    "kubeflow": "KUBEFLOW_TRAINER_SERVER_URL",
+    "mlflow": "mlflow",
+    "neptune": "neptune",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+INSTALLED = ("tensorboard", "tensorboardX", "trackio", "wandb")  # and hidden in a test
 BLOCK = 32 * 1024  # of the record files of LevelDB, whose format W&B uses
 
 Logged = dict[int, dict[str, float]]  # by optimizer step
@@ -76,6 +98,30 @@ def reported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.mark.parametrize("name", sorted(INTEGRATION_TO_CALLBACK))
+def test_missing_package_is_named_before_anything_starts(name, tmp_path, monkeypatch):
+    def find_others(module: str, package: str | None = None):
+        return None if module in INSTALLED else find_spec(module, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    with pytest.raises(RecipeError) as caught:
+        check_reports(AtroposGRPOConfig(**arguments(tmp_path, report_to=name)))
+    assert re.search(rf"`report_to` is \['{name}'\]: .*{PACKAGES[name]}", caught.value.what)
+    assert caught.value.code == "report-to" and "`report_to: none`" in caught.value.fix
+
+
+def test_folder_that_trackio_cannot_write_to_is_refused(tmp_path, monkeypatch):
+    """Trackio itself only warns then, and logs no step."""
+    utils = pytest.importorskip("trackio.utils")
+    folder = tmp_path / "a file" / "trackio"
+    folder.parent.touch()
+    monkeypatch.setattr(utils, "TRACKIO_DIR", folder)
+    with pytest.raises(RecipeError, match="where nothing can be written") as caught:
+        check_reports(AtroposGRPOConfig(**arguments(tmp_path, report_to="trackio")))
+    assert str(folder) in caught.value.seen and "TRACKIO_DIR" in caught.value.fix
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 a full disk."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -21,9 +22,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollouts import malformed, oracle
+from trl_atropos import activity
 from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
-from trl_atropos.services import evaluations
 from trl_atropos.services.evaluation_results import Result, read_result, results_of
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services
@@ -442,15 +443,16 @@ def told(caplog) -> list[str]:
     ]
 
 
-def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
+def test_hung_evaluation_is_told_ever_more_rarely(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
-    assert evaluations.MESSAGE_EVERY == 60.0
-    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 1.0)
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 1.0)
     with hanging(tmp_path, ready=True) as made:
         assert made.ready(6, first=False, last=False, timeout=30)
         began = time.monotonic()
         made.begin(6, first=False, last=False)
         wait_for_line("asking problem 17 of 200", tmp_path)
+        groups = tmp_path / "evaluations/task/next/groups.jsonl"
+        groups.write_text('{"item": 0, "groups": []}\n{"item": 1, "gro')  # it is at the second
         while len(told(caplog)) < 2:
             assert time.monotonic() - began < 30.0
             assert made.poll() == []
@@ -462,15 +464,43 @@ def test_hung_evaluation_is_told_each_minute(tmp_path, caplog, monkeypatch):
                 assert told(caplog)[:-1] == before
             time.sleep(0.02)
     found = [
-        re.fullmatch(r"Evaluation 'task' at step 6, (\d+) s: (.*)", line) for line in told(caplog)
+        re.fullmatch(rf"Evaluation 'task' at step 6, 1 of {PROBLEMS} problems, (\d+) s: (.*)", line)
+        for line in told(caplog)
     ]
     assert [match[2] for match in found] == ["asking problem 17 of 200"] * 2
     assert 1 <= int(found[0][1]) < int(found[1][1])
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_shows_bar_of_problems(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "trl_atropos")
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 0.1)
+    with hanging(tmp_path, ready=True) as made:
+        assert made.ready(6, first=False, last=False, timeout=30)
+        caplog.clear()
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        made.begin(6, first=False, last=False)
+        groups = tmp_path / "evaluations/task/next/groups.jsonl"
+        deadline = time.monotonic() + 30.0
+        for done in (1, 2):
+            with groups.open("a") as file:
+                file.write('{"item": 0, "groups": []}\n')
+            while f"| {done}/{PROBLEMS} [" not in screen.getvalue():
+                assert time.monotonic() < deadline
+                made.tell_progress()
+                time.sleep(0.02)
+        assert "Evaluation 'task' at step 6: " in screen.getvalue()
+    assert told(caplog) == []
+
+
 def test_unready_evaluation_is_told(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
-    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 0.6)
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 0.6)
     monkeypatch.delenv("COLUMNS", raising=False)  # by which lines are cut
     with hanging(tmp_path, ready=False) as made:
         wait_for_line("loading the problems", tmp_path)

@@ -23,6 +23,7 @@ import pytest
 
 from tests.rollouts.conftest import Api
 from tests.server_process import free_port
+from trl_atropos import activity
 from trl_atropos.errors import ServiceError
 from trl_atropos.recipe import parse
 from trl_atropos.rollouts.api import UNREGISTERED
@@ -106,7 +107,7 @@ time.sleep(600)
 
 
 def test_slow_service_is_told_with_its_last_action(services, monkeypatch, caplog):
-    monkeypatch.setattr(manager, "MESSAGE_EVERY", 0.6)
+    monkeypatch.setattr(activity, "FIRST_MESSAGE", 0.6)
     monkeypatch.setenv("COLUMNS", "80")
     caplog.set_level("INFO", "trl_atropos")
     services.start(

@@ -186,7 +186,7 @@ OVERRIDDEN = [
     "_prepare_inputs", "_get_per_token_logps_and_entropies", "compute_loss", "training_step", "_clip_grad_norm",
     "_get_grad_norm", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", "_save", "_load_from_checkpoint",
     "_load_best_model", "_load_optimizer_and_scheduler", "create_model_card", "init_hf_repo", "push_to_hub",
-    "_push_from_checkpoint",
+    "_finish_current_push", "_push_from_checkpoint",
 ]  # fmt: skip
 
 
@@ -213,7 +213,7 @@ PRIVATE = {
     GRPOTrainer: ["_generate_and_score_completions", "_prepare_inputs", "_get_per_token_logps_and_entropies", "_name",
                   "_tag_names", "_save_checkpoint"],
     Trainer: ["_get_output_dir", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-              "_push_from_checkpoint", "_clip_grad_norm", "_get_grad_norm",
+              "_finish_current_push", "_push_from_checkpoint", "_clip_grad_norm", "_get_grad_norm",
               "_maybe_log_save_evaluate", "_load_best_model"],
     TrainerState: ["compute_steps"],
     PreTrainedModel: ["should_save_on_this_rank"],

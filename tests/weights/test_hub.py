@@ -321,8 +321,12 @@ def test_settings_are_shown_as_yaml_without_secrets():
 
 
 def test_card_tells_nothing_of_machine(pushed, tiny_model):
-    for name in ("every_save", "adapter"):
-        card = pushed.hub.files(f"me/{name}")["README.md"].decode()
+    for name, path in (
+        ("every_save", "README.md"),
+        ("adapter", "README.md"),
+        ("adapter", "last-checkpoint/README.md"),  # PEFT's
+    ):
+        card = pushed.hub.files(f"me/{name}")[path].decode()
         assert not [
             place
             for place in (str(pushed.folder), str(tiny_model), "/srv", "127.0.0.1")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.logging import columns
@@ -142,10 +143,11 @@ def main(argv: list[str]) -> None:
 
 def examine(argv: list[str]) -> Report:
     """Examines the run that these arguments of the main job describe."""
-    from trl_atropos.check.launch import Launch, refused
-    from trl_atropos.check.settings import packages, read
+    with activity("Importing PyTorch, Transformers and TRL"):
+        from trl_atropos.check.launch import Launch, refused
+        from trl_atropos.check.settings import packages, read
+        from trl_atropos.report.run_log import versions
     from trl_atropos.flags import stated_settings
-    from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
     del options.json
@@ -157,7 +159,8 @@ def examine(argv: list[str]) -> Report:
     recipe = None
     memory = {"table": []}
     try:
-        recipe = read(argv, stated, launch)
+        with activity("Reading the recipe"):
+            recipe = read(argv, stated, launch)
         recipe_findings, memory = _examine_recipe(recipe, launch, stated)
         findings += recipe_findings
     except Finding as error:  # without a recipe that can be read there is nothing more to look at
@@ -176,15 +179,16 @@ def _examine_recipe(
     from trl_atropos.check.settings import dead, saves
     from trl_atropos.recipe_checks import check_reports
 
-    findings = [
-        *_examine_files(recipe),
-        *refused(lambda: check_reports(recipe.training)),
-        *services(recipe, launch),
-        *layout(recipe, launch),
-        *environments(recipe),
-        *dead(recipe, stated),
-        *saves(recipe, launch, stated),
-    ]
+    with activity("Checking the model and the checkpoints"):
+        findings = _examine_files(recipe)
+    with activity("Checking the services"):
+        findings += refused(lambda: check_reports(recipe.training))
+        findings += services(recipe, launch)
+        findings += layout(recipe, launch)
+    with activity("Checking the environments"):
+        findings += environments(recipe)
+    findings += dead(recipe, stated)
+    findings += saves(recipe, launch, stated)
     # To look again for a model that is not there would take as long as the first time.
     if any(finding.code == "model" for finding in findings):
         what = "Memory: no estimate, because the model cannot be loaded or trained."
@@ -229,7 +233,8 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
     if plan is None:
         what = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."
         return {"table": [what]}
-    estimate = fit.estimate(case)
+    with activity("Estimating the memory"):
+        estimate = fit.estimate(case)
     findings += fit.findings(estimate)
     return {
         "table": estimate.table(),

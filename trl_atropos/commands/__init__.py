@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_atropos.activity import activity
 from trl_atropos.commands.batch_script import render, slurm_parser
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
 from trl_atropos.flags import stated_settings
@@ -83,9 +84,10 @@ def train(words: list[str]) -> None:
     signal.signal(signal.SIGINT, note_interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     apply_recipe_environment(with_recipe(words))
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with activity("Importing accelerate's launcher"):
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     launcher, settings = divide(words)
     settings = with_recipe(settings)
@@ -183,10 +185,13 @@ def evaluate(words: list[str]) -> None:
     require_words(parser, words)
     options, settings = parser.parse_known_args(words)
     install_handlers()
-    from trl_atropos.recipe import parse
+    with activity("Importing PyTorch, Transformers and TRL"):
+        from trl_atropos.recipe import parse
 
     try:
-        _evaluate(parse(settings), options.checkpoint)
+        with activity("Reading the recipe"):
+            recipe = parse(settings)
+        _evaluate(recipe, options.checkpoint)
     except AtroposTrainingError as error:
         sys.exit(f"\ntrl-atropos eval: {error}")
 
@@ -223,7 +228,9 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     ):
         require_room(recipe)
         mode = "server" if training.mode.restarts_engine else training.vllm_mode
-        names = start_servers(recipe, services, mode, merged_model(model, scratch))
+        with activity(f"Merging the adapter {model} into its base"):
+            served = merged_model(model, scratch)
+        names = start_servers(recipe, services, mode, served)
         evaluator = evaluator_of(recipe, services, folder, needed=True)
         evaluator.start(0)
         for name in names:
@@ -268,7 +275,8 @@ def rehearse(words: list[str]) -> None:
     launcher, settings = divide(words)
     settings = with_recipe(settings)  # the recipe may stand behind accelerate's flags
     apply_recipe_environment(settings)
-    from trl_atropos.commands.rehearsal import main
+    with activity("Importing PyTorch, Transformers and TRL"):
+        from trl_atropos.commands.rehearsal import main
 
     main(launcher, settings)
 
@@ -319,7 +327,8 @@ def init(words: list[str]) -> None:
         (folder / path.name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
     command = [sys.executable, folder / "make_model.py", folder / "model"]
-    process = subprocess.run(command, capture_output=True, text=True)
+    with activity("Making a tiny model"):
+        process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         sys.exit(f"trl-atropos init: the model could not be made:\n{process.stderr}")
     content = ", ".join(sorted(os.listdir(folder)))

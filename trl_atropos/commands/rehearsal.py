@@ -21,6 +21,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from trl_atropos import logging
+from trl_atropos.activity import Pacer, activity
 from trl_atropos.check import width, wrapped
 from trl_atropos.check.launch import Launch
 from trl_atropos.check.settings import read
@@ -42,7 +43,6 @@ from trl_atropos.train import start_services
 logger = getLogger(__name__)
 
 POLL = 0.1  # seconds
-MESSAGE_EVERY = 30.0  # seconds
 LINES = 4  # of a completion that are shown
 REQUEST_TIMEOUT = 60.0  # seconds that a server may take to say which versions sampled
 
@@ -54,7 +54,8 @@ def main(launcher: list[str], settings: list[str]) -> None:
     logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
     try:
         launch = _launch_of(launcher)
-        recipe = read(settings, stated_settings(settings), launch)
+        with activity("Reading the recipe"):
+            recipe = read(settings, stated_settings(settings), launch)
         specs = recipe.environments
         recipe = replace(
             recipe, environments=[], services=replace(recipe.services, start_atropos=False)
@@ -158,7 +159,7 @@ def _ask(
     limit = recipe.services.service_timeout
     go.touch()
     began = time.monotonic()
-    last_message = 0.0
+    pacer = Pacer()
     while services.exit_code(service) is None and not _is_whole(result):
         services.check()
         waited = time.monotonic() - began
@@ -169,8 +170,7 @@ def _ask(
                 what += f": its code is {place}"
             fix = f"Look at its log, {service.log_path.absolute()}, or give it longer."
             raise ServiceError(what, fix=fix)
-        if waited >= last_message + MESSAGE_EVERY:
-            last_message = waited
+        if pacer.is_due(waited):
             place = where_is(service, services.stacks_dir) or "at work"
             logger.info("%s has begun a group %.0f s ago, and is %s", service.name, waited, place)
         time.sleep(POLL)

@@ -57,12 +57,17 @@ SERVER
     done
 done
 
+SAY_AT=10  # seconds
 for url in "${URLS[@]}"; do
     until curl --silent --fail --noproxy '*' --output /dev/null "$url/health"; do
         for step in "${STEPS[@]}"; do
             kill -0 "$step" 2> /dev/null || { echo "A server has ended: see $OUTPUT/server-*.log" >&2; exit 1; }
         done
         ((SECONDS < @patience@)) || { echo "No server at $url: see $OUTPUT/server-*.log" >&2; exit 1; }
+        if ((SECONDS >= SAY_AT)); then
+            echo "Waiting for the server at $url, $SECONDS s: see $OUTPUT/server-*.log"
+            SAY_AT=$((SECONDS * 2))
+        fi
         sleep 5
     done
     echo "A server is ready at $url after $SECONDS s"

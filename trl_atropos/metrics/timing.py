@@ -10,11 +10,13 @@ computation, just before TRL or Transformers would wait anyway.
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 from transformers import TrainerCallback
 
+from trl_atropos.activity import Activity, duration
 from trl_atropos.batches.packed_attention import has_experts
 
 WAIT = "wait_for_rollouts"
@@ -29,6 +31,19 @@ EVALUATE = "evaluate"  # begin an evaluation, and wait for it
 OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
+# what a step is said to do while it takes long; evaluations speak for themselves
+DOING = {
+    WAIT: "waiting for rollouts",
+    INGEST: "preparing the batch",
+    COMPUTE: "computing",
+    OPTIMIZER: "in the optimizer's step",
+    PUBLISH: "publishing the policy",
+    SAVE: "saving a checkpoint",
+    OTHER: "in logs and callbacks",
+}
+REMEMBERED = 16  # steps that say what is usual
+UNUSUAL = 2.0  # times as long as the longest of these
+
 DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
 # dense bfloat16, from the data sheets of the SXM parts
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
@@ -58,6 +73,12 @@ class Stopwatch:
             self._attribute()
             self._inside.pop()
 
+    @property
+    def current(self) -> str:
+        """The part that time belongs to now. May be asked by any thread."""
+        inside = self._inside.copy()
+        return inside[-1] if inside else self.rest
+
     def rest_is(self, name: str) -> None:
         """Attributes time outside of all parts to `name`, until the end of the step."""
         self._attribute()
@@ -82,6 +103,55 @@ class Stopwatch:
         self._since = now
 
 
+class StepWatch(Activity):
+    """
+    Says what an optimizer step does that takes long: more than ten seconds, and twice as long as
+    any of the last 16. The first step, in which kernels are compiled, says nothing of what is
+    usual.
+
+    Attributes:
+        compiles: whether layers are compiled in the first step.
+    """
+
+    def __init__(self, stopwatch: Stopwatch):
+        super().__init__("")
+        self.compiles = False
+        self._stopwatch = stopwatch
+        self._step = 0
+        self._is_first = True
+        self._lately: deque[float] = deque(maxlen=REMEMBERED)  # seconds of steps
+
+    def begin_at(self, step: int) -> None:
+        """Begins with an optimizer step, counted from 1."""
+        self._step = step
+        self._is_first = True
+        self._lately.clear()
+        self.begin()
+
+    def next_step(self, seconds: float) -> None:
+        """Goes on to the next step, after one that took so many seconds."""
+        if not self._is_first:
+            self._lately.append(seconds)
+        self._is_first = False
+        self._step += 1
+        self.restart()
+        usual = max(self._lately, default=0.0)
+        self.pacer.next = max(self.pacer.next, UNUSUAL * usual)
+
+    def words(self, seconds: float) -> str:
+        part = self._stopwatch.current
+        if part == EVALUATE:
+            self.restart()
+            return ""
+        doing = DOING[part]
+        if part == COMPUTE and self._is_first and self.compiles:
+            doing = "computing, and compiling the layers"
+        return f"Step {self._step} has taken {duration(seconds)} so far: {doing}"
+
+    def last_words(self, seconds: float) -> str:
+        return ""
+
+
 class StepTimes(TrainerCallback):
     """
     Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as
@@ -91,6 +161,7 @@ class StepTimes(TrainerCallback):
         tokens: of a step on the batch at hand: `sampled` ones, and those that it has `trained` on,
             prompts included.
         most_tokens_per_second: by all GPUs' peak in bfloat16, if it is known.
+        watch: says what a step does that takes long.
     """
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
@@ -98,9 +169,17 @@ class StepTimes(TrainerCallback):
         self._metrics = metrics
         self.tokens: dict[str, float] = {}
         self.most_tokens_per_second: float | None = None
+        self.watch = StepWatch(stopwatch)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.watch.begin_at(state.global_step + 1)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.watch.end()
 
     def on_step_end(self, args, state, control, **kwargs):
         times = self._stopwatch.lap()
+        self.watch.next_step(times["step"])
         for name, seconds in times.items():
             self._metrics[f"time/{name}"].append(seconds)
         step = times["step"]

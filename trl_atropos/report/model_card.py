@@ -8,6 +8,7 @@ has neither secrets nor paths of this machine.
 import contextlib
 import itertools
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainerState
 
 from trl_atropos.config import AtroposGRPOConfig
@@ -31,6 +33,9 @@ LEFT_OUT = re.compile(
     r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug"
 )
 RESUMES = {"resume_from_checkpoint"}  # differs in every run that was resumed
+# of a model's folder in the Hub's cache
+CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/")
+CHAIN = 8  # models that may each have been made from the next
 CITATIONS = "## Citations"  # heading in TRL's template, above which our sections stand
 SETTINGS = """\
 <details><summary>Every setting that differs from its default</summary>
@@ -65,6 +70,13 @@ def complete_card(
         card.data.pop("licence")
     if adapters:
         card.data.library_name = "peft"
+    hub_name = hub_base(base)
+    shown_base = f"`{portable(base)}`"
+    if hub_name is not None:
+        card.data.base_model = hub_name
+        shown_base = f"[{hub_name}](https://huggingface.co/{hub_name})"
+    elif not _is_valid(card.data.get("base_model", "")):  # a folder that is no longer there
+        card.data.pop("base_model")
     logs = [entry for entry in state.log_history if "reward" in entry]
     rewards = [entry["reward"] for entry in logs]
     has_curve = len(rewards) > 1
@@ -99,13 +111,100 @@ def complete_card(
     lines = [f"{name}: {version}" for name, version in versions().items()]
     parts += ["### Versions", _bullets(lines)]
 
-    # TRL's template writes `None` for a model that is not on the Hub.
-    text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
+    # TRL's template writes `None` for a model that is in a folder.
+    text = card.text
+    for name in (None, base):
+        text = text.replace(f"[{name}](https://huggingface.co/{name})", shown_base)
     text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
     above, heading, below = text.partition(CITATIONS)
     sections = [above.rstrip("\n"), *parts, heading + below]
     card.text = "\n\n".join(sections)
     card.save(folder / "README.md")
+
+
+def hub_base(base: str) -> str | None:
+    """Returns the model on the Hub that the model `base` is, or was made from. Returns `None` if
+    nothing tells it.
+
+    A folder tells it by its path in the Hub's cache, or by the model that its files name. That may
+    be another folder, which is asked next. For example, an adapter's `adapter_config.json` names
+    `runs/first`, whose `README.md` names `Qwen/Qwen3-0.6B`.
+    """
+    for _ in range(CHAIN):
+        if not os.path.isdir(base):
+            return base if _is_hub_name(base) else None
+        folder = Path(base).resolve()
+        cached = CACHED.search(f"{folder}/")
+        if cached is not None:
+            return f"{cached[1]}/{cached[2]}"
+        made_from = _made_from(folder)
+        if made_from is None:
+            return None
+        base = _found_from(folder, made_from)
+    return None
+
+
+def correct_adapter_card(folder: str | Path, base: str) -> None:
+    """Corrects the card that PEFT writes beside an adapter, whose base it names as it was loaded:
+    by a folder of this machine, if it is in one. The Hub takes no such name."""
+    path = Path(folder, "README.md")
+    if not os.path.isdir(base) or not path.exists():
+        return
+    card = ModelCard.load(path)
+    mark = "base_model:adapter:"
+    tags = [tag for tag in card.data.get("tags") or [] if not tag.startswith(mark)]
+    hub_name = hub_base(base)
+    if hub_name is None:
+        card.data.pop("base_model", None)
+    else:
+        card.data.base_model = hub_name
+        tags.append(f"{mark}{hub_name}")
+    card.data.tags = tags
+    card.save(path)
+
+
+def _is_hub_name(name: str) -> bool:
+    """Returns whether a name is like `Qwen/Qwen3-0.6B`. One without an owner may be a folder that
+    is no longer there."""
+    return "/" in name and _is_valid(name)
+
+
+def _is_valid(name: str) -> bool:
+    """Returns whether a repository on the Hub may have this name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _made_from(folder: Path) -> str | None:
+    """Returns the model that a folder's files say it was made from: an adapter's base, or what
+    Transformers or a model card have noted."""
+    for file, key in (
+        ("adapter_config.json", "base_model_name_or_path"),
+        ("config.json", "_name_or_path"),
+    ):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            name = json.loads((folder / file).read_text(encoding="utf-8")).get(key)
+            if name:
+                return str(name)
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        name = ModelCard.load(folder / "README.md").data.get("base_model")
+        if isinstance(name, list) and len(name) == 1:  # a merged model has several
+            name = name[0]
+        if isinstance(name, str):
+            return name
+    return None
+
+
+def _found_from(folder: Path, name: str) -> str:
+    """Returns the path of a folder that is named by a relative path: seen from here, or from a
+    folder above `folder`. Returns any other name as it is."""
+    for start in (Path.cwd(), *folder.parents):
+        if (start / name).is_dir():
+            return str(start / name)
+    return name
 
 
 def _origin(args: AtroposGRPOConfig, state: TrainerState) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.report.run_folder import (
     Fate,
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     output = options.output or options.run_dir / "report.html"
     try:
-        page, summary = build(options.run_dir, options.max_rollouts)
+        with activity(f"Making the page of {options.run_dir}"):
+            page, summary = build(options.run_dir, options.max_rollouts)
         output.write_text(page, encoding="utf-8")
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")

@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import feather
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RolloutError
 from trl_atropos.rollouts.rollout import Rollout, normalised, staleness
 from trl_atropos.rollouts.spool import META, FileHeader, read_header, read_rollouts
@@ -232,17 +233,21 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         unreadable.append(f"{META}: it is not what a run wrote ({error!r})")
-    for path in sorted(folder.glob("rows-*.arrow")):
-        try:
-            header = read_header(path, spool)
-            rollouts = read_rollouts(path)
-        except RolloutError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # the run has just removed it
-                unreadable.append(f"{path.name}: {error.__cause__}")
-            continue
-        if rollouts:  # all of a file's may have been rejected
-            headers[str(path)] = header
-            tables.append(_table(rollouts, str(path)))
+    paths = sorted(folder.glob("rows-*.arrow"))
+    with activity(f"Reading the rollouts in {folder}", len(paths)) as reading:
+        for path in paths:
+            reading.advance()
+            try:
+                header = read_header(path, spool)
+                rollouts = read_rollouts(path)
+            except RolloutError as error:
+                # unless the run has just removed it
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    unreadable.append(f"{path.name}: {error.__cause__}")
+                continue
+            if rollouts:  # all of a file's may have been rejected
+                headers[str(path)] = header
+                tables.append(_table(rollouts, str(path)))
     table = pd.concat(tables or [_table([], "")], ignore_index=True)
     batches = [batch for batch in run.batches if batch.spool == spool]
     traced = _traced(table, headers, run, batches)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.intake import Intake, SingleRowGroups
 from trl_atropos.rollouts.rollout import Rollout
@@ -63,7 +64,8 @@ class ReplaySource(RolloutSource):
         self._recorded = 0  # usable rollouts read since the recording began
         logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
         if run.rows_consumed:
-            self.poll(run.rows_consumed, 0.0)
+            with activity("Skipping the rollouts that the run has been trained on"):
+                self.poll(run.rows_consumed, 0.0)
             self._intake.metrics()
             logger.info(
                 "Skipped the %d rollouts that the run has been trained on.", run.rows_consumed

@@ -28,6 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout, from_table, to_table
 
@@ -145,8 +146,11 @@ class Spool:
             for draft in self.folder.glob(".*.tmp"):
                 draft.unlink()
             self._read_meta()
-        for path in sorted(self.folder.glob("rows-*.arrow")):
-            self._add_file(path)
+        paths = sorted(self.folder.glob("rows-*.arrow"))
+        with activity(f"Looking at the rollouts in {self.folder}", len(paths)) as looking:
+            for path in paths:
+                self._add_file(path)
+                looking.advance()
         self.headers.sort(key=_start)
 
     def _read_meta(self) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 from pathlib import Path
 
+from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
@@ -119,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
     if mode.loads_files:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    import torch  # after the help text, which should not wait for it
+    with activity("Importing PyTorch"):
+        import torch  # after the help text, which should not wait for it
 
     cpu = not torch.cuda.is_available()
     try:
@@ -136,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
         # may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.argv = ["trl-atropos serve", *arguments]
-    from trl_atropos.server.compat import run_server
+    with activity("Importing vLLM"):
+        from trl_atropos.server.compat import run_server
 
     run_server()
 

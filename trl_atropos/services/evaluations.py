@@ -12,6 +12,7 @@ there, by which a resumed run knows its earlier evaluations. Files that cannot b
 `EvaluationError`, and so does an evaluation that failed.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +24,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
+from trl_atropos.activity import Pacer, bar_of
 from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError, ServerError
 from trl_atropos.protocol import EVALUATION_KEY
@@ -44,13 +47,15 @@ from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.service_log import tell_work
 from trl_atropos.services.stacks import where_is
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 logger = logging.getLogger(__name__)
 
 NEXT = "next"  # folder of the evaluation that comes next
 GO = "go"  # file in it that lets the evaluation begin
 READY_TIMEOUT = 600.0  # seconds that a process may take to import and set up what it needs
 POLL = 0.02  # seconds
-MESSAGE_EVERY = 60.0  # seconds between two messages about an evaluation that something waits for
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
 STEP_FOLDER = re.compile(r"step-(\d+)")
 
@@ -65,7 +70,19 @@ class _Process:
     service: Service
     step: int | None = None
     began: float = field(default_factory=time.monotonic)  # the process, and later the evaluation
-    last_message: float = 0.0  # seconds after `began` at which `_tell` last said what it does
+    pacer: Pacer = field(default_factory=Pacer)  # of messages, from `began` on
+    bar: "tqdm | None" = None  # on a terminal, once something has waited for long
+    _answered: int = 0
+    _bytes_read: int = 0
+
+    def answered(self) -> int:
+        """Returns how many problems the environment is done with. Reads only what is new."""
+        with contextlib.suppress(FileNotFoundError), open(self.folder / GROUPS, "rb") as file:
+            file.seek(self._bytes_read)
+            content = file.read()
+            self._bytes_read += len(content)
+            self._answered += content.count(b"\n")
+        return self._answered
 
     def has_begun(self, before: float = math.inf) -> bool:
         """Returns whether an evaluation of a step before `before` is under way."""
@@ -192,7 +209,7 @@ class Evaluator:
         for process in self._due(step, first, last):
             process.step = step
             process.began = time.monotonic()
-            process.last_message = 0.0
+            process.pacer = Pacer()
             try:
                 process.folder.joinpath(GO).touch()
             except OSError as error:
@@ -219,18 +236,27 @@ class Evaluator:
         return any(process.has_begun(before) for process in self._processes.values())
 
     def tell_progress(self, before: float = math.inf) -> None:
-        """Logs what the evaluations of steps before `before` do, a minute after each began and
-        every minute from then on. Called again and again while something waits for them."""
+        """Shows what the evaluations of steps before `before` do, ten seconds after each began, and
+        then ever less often. Called again and again while something waits for them."""
         for process in self._processes.values():
             if process.has_begun(before):
-                self._tell(process, f"at step {process.step}")
+                self._tell(process, f"at step {process.step}", process.spec.problems)
 
-    def _tell(self, process: _Process, doing: str) -> None:
+    def _tell(self, process: _Process, doing: str, problems: int | None = None) -> None:
+        """Logs what a process does, when that is due. If it has `problems`, a terminal shows a bar
+        from then on."""
+        if process.bar is not None:
+            process.bar.update(process.answered() - process.bar.n)
         seconds = time.monotonic() - process.began
-        if seconds >= process.last_message + MESSAGE_EVERY:
-            process.last_message = seconds
-            name = process.spec.name
-            tell_work(process.service, f"Evaluation {name!r} {doing}, {seconds:.0f} s")
+        if process.bar is not None or not process.pacer.is_due(seconds):
+            return
+        evaluation = f"Evaluation {process.spec.name!r} {doing}"
+        process.bar = bar_of(evaluation, problems, seconds)
+        if process.bar is not None:
+            return
+        if problems is not None:
+            evaluation += f", {process.answered()} of {problems} problems"
+        tell_work(process.service, f"{evaluation}, {seconds:.0f} s")
 
     # -------------------------------------------------------------------------- after an evaluation
 
@@ -258,6 +284,8 @@ class Evaluator:
     def _end(self, process: _Process, failure: EvaluationError | None) -> None:
         """Ends a process, reports the `failure` of its evaluation if there is one, and prepares the
         next one if it may come."""
+        if process.bar is not None:
+            process.bar.close()
         self._services.end(process.service)
         del self._processes[process.spec.name]
         if failure is not None:

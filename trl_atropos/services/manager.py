@@ -30,6 +30,7 @@ from pathlib import Path
 from random import SystemRandom
 from urllib.parse import urlsplit
 
+from trl_atropos.activity import Pacer, activity
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.environment_metrics import FILE_VARIABLE, metrics_file
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
@@ -49,7 +50,6 @@ SETTLED = 30.0
 GRACE = 5.0
 POLL = 0.2  # seconds
 HEALTH_TIMEOUT = 2.0  # seconds for one question whether a service is ready
-MESSAGE_EVERY = 15.0  # seconds between two messages about a service that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
 # variable that NVIDIA's Multi-Process Service and its processes read
@@ -182,7 +182,7 @@ class Services(contextlib.AbstractContextManager):
         when `timeout` seconds are over, and at once if any service dies."""
         service = self._services[name]
         began = time.monotonic()
-        last_message = 0.0
+        pacer = Pacer()
         while not service.stopping:
             self.check()
             trouble = None
@@ -199,8 +199,7 @@ class Services(contextlib.AbstractContextManager):
                 )
                 fix = f"Give it longer if its log shows progress.\n{end_of(service.log_path)}"
                 raise ServiceError(what, fix=fix)
-            if waited - last_message >= MESSAGE_EVERY:
-                last_message = waited
+            if pacer.is_due(waited):
                 tell_work(service, f"{name} is starting, {waited:.0f} s")
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
@@ -247,8 +246,9 @@ class Services(contextlib.AbstractContextManager):
         services = self.running()[::-1]
         for service in services:
             service.stopping = True
-        for service in services:
-            self.end(service)
+        with activity("Stopping the services"):
+            for service in services:
+                self.end(service)
         self._nothing_left.set()
 
     def end(self, service: Service) -> None:

@@ -49,11 +49,13 @@ class Computation:
     Attributes:
         packs (`RowFormat`, *optional*): Format of the row that rollouts are packed into; `None` if
             they are padded, and before training begins.
+        compiles (`bool`): Whether the layers are compiled, in the first step.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.packs: RowFormat | None = None
+        self.compiles = False
         policy = trainer.model
         accelerator = trainer.accelerator
         has_adapters = isinstance(policy, PeftModel)
@@ -112,6 +114,7 @@ class Computation:
             policy = base_model(trainer.model)
             device = trainer.accelerator.device
             compiles = not trainer.is_sharded and packed_attention.worth_compiling(policy, device)
+        self.compiles = compiles
         if compiles:
             for model in models:
                 packed_attention.compile_layers(model)

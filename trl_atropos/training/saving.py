@@ -6,7 +6,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from trl_atropos.report.model_card import complete_card
+from trl_atropos.report.model_card import complete_card, correct_adapter_card
 from trl_atropos.weights import checkpoint as checkpoints
 
 
@@ -21,6 +21,13 @@ def save_on_each_node(trainer: Any) -> None:
 
     if args.save_on_each_node and not trainer.is_sharded and isinstance(model, PreTrainedModel):
         model.should_save_on_this_rank = should_save
+
+
+def correct_card(trainer: Any, folder: str | None) -> None:
+    """Keeps the folder of the base model out of the card that PEFT has written with an adapter."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.args.should_save and isinstance(model, PeftModel):
+        correct_adapter_card(folder or trainer.args.output_dir, model.config.name_or_path)
 
 
 def load_policy(trainer: Any, checkpoint: str) -> None:

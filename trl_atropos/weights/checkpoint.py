@@ -13,6 +13,7 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
+from trl_atropos.activity import activity, written
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, SaveError
 from trl_atropos.weights.adapters import trained_adapter
@@ -64,10 +66,11 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
     write = disk_errors(folder, "The checkpoint")(write)
     try:
-        if trainer.is_sharded:
-            write()  # in which ranks wait for each other already
-        else:
-            together(write)
+        with activity(f"Saving {folder}", detail=partial(written, folder)):
+            if trainer.is_sharded:
+                write()  # in which ranks wait for each other already
+            else:
+                together(write)
     except BaseException:  # also Ctrl-C
         if state_of(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trl_atropos.activity import activity
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError
@@ -193,10 +194,12 @@ class ServerPublisher(PolicyPublisher):
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
-        self._publish(do_nothing)
-        self._judge_weights()
+        with activity("Publishing the first policy, and comparing it with the server's"):
+            self._publish(do_nothing)
+            self._judge_weights()
         if self._probe is not None:
-            self._probe.run_longest()
+            with activity("Comparing server and trainer on long sequences"):
+                self._probe.run_longest()
         step = optimizer.step
 
         def step_and_publish(*args, **kwargs):
