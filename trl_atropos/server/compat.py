@@ -181,8 +181,10 @@ def _publishes_of(version: str) -> int:
 
 
 def cpu_experts() -> type | None:
-    """Returns vLLM's class that computes experts on the CPU. `None` for 0.26, which has functions
-    in its place."""
+    """Returns vLLM's class that computes experts on the CPU. `None` before 0.30: 0.26 and 0.27 have
+    functions in its place, and the class of 0.28 and 0.29 also routes the tokens."""
+    if Version("0.30") > VLLM_VERSION:
+        return None
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
