@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from tests.house.releases import (
+from tests.house.definitions import (
     FUNCTIONS,
     Definition,
     Libraries,
-    MissingError,
     OutsideError,
-    UnreadableError,
     differ,
     is_static,
 )
+from tests.house.releases import MissingError, UnreadableError, UnresolvedError
 from tests.house.seam import Lines, Names, Row, split
 from tests.house.uses import Override, Use, uses_and_overrides
 
@@ -164,7 +163,7 @@ class Lookup:
         qualified = f"{owner}.{attribute}" if owner else attribute
         try:
             definition = self.libraries.find(module, qualified)
-        except (MissingError, OutsideError, UnreadableError) as error:
+        except UnresolvedError as error:
             return self._not_found(name, module, qualified, error, row.used_in)
         signature = signature_of(definition, bool(owner))
         if signature is None:
@@ -213,7 +212,7 @@ class Lookup:
         module, _, owner = row.place.partition(":")
         try:
             text = self.libraries.text(module, owner)
-        except (MissingError, OutsideError, UnreadableError) as error:
+        except UnresolvedError as error:
             return self._lines_elsewhere(row, name, str(error), row.lines[0])
         position = 0
         for line in row.lines:
@@ -250,7 +249,9 @@ class Lookup:
             name = f"{use.module}:{use.name}"
             if use.module.partition(".")[0] != library or use.optional:
                 continue
-            if any(name == other or name.startswith(f"{other}.") for other in elsewhere):
+            parts = name.split(".")
+            above = {".".join(parts[: length + 1]) for length in range(len(parts))}
+            if above & elsewhere:
                 continue
             finding = self._use(use, name)
             if finding is not None:
@@ -260,8 +261,9 @@ class Lookup:
         owner = use.name.rpartition(".")[0]
         try:
             definition = self.libraries.find(use.module, use.name)
-        except (MissingError, OutsideError, UnreadableError) as error:
-            if owner and isinstance(error, MissingError) and self._may_inherit(use.module, owner):
+        except UnresolvedError as error:
+            is_missing = isinstance(error, MissingError)
+            if is_missing and owner and self._may_inherit(use.module, owner):
                 return None
             return self._not_found(name, use.module, use.name, error, (use.file,))
         if use.keywords is None:

@@ -19,8 +19,9 @@ from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
+from tests.house.definitions import Libraries
 from tests.house.lookup import Finding, examine
-from tests.house.releases import DISTRIBUTIONS, Libraries, MissingError, Release, open_release
+from tests.house.releases import DISTRIBUTIONS, MissingError, Release, open_release
 from tests.house.uses import LIBRARIES
 from tests.server import vllm_seam
 from tests.trainer import trl_seam

@@ -12,8 +12,9 @@ import pytest
 from packaging.version import Version
 
 from tests.house import seams
+from tests.house.definitions import Libraries
 from tests.house.lookup import examine
-from tests.house.releases import Libraries, open_release
+from tests.house.releases import open_release
 from tests.house.seam import Lines, Names, split
 from tests.house.uses import ROOT, trees, uses_and_overrides
 

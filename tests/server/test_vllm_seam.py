@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -23,6 +24,7 @@ from tests.house.seam import Names, what_moved
 from tests.server import vllm_seam
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 from trl_atropos.server import compat
+from trl_atropos.server.vllm_flags import SOURCES
 
 ROWS = [row for row in vllm_seam.ROWS if isinstance(row, Names)]
 NAMES = [
@@ -147,6 +149,20 @@ def test_moved_name_is_told(name, told, monkeypatch):
     assert (found is None) if told is None else (told in found)
     assert "no module vllm.gone" in what_moved("vllm.gone:Left", name)
     assert "vllm.left has no Right" in what_moved("vllm.left:Right", name)
+
+
+def test_front_end_of_every_version_is_read_for_flags():
+    rows = [row for row in vllm_seam.FLAGS if getattr(row, "names", None) == ("FrontendArgs",)]
+    assert len(rows) == 3
+    for row in rows:
+        path = row.place.removeprefix("vllm.").removesuffix(":").replace(".", "/")
+        assert f"{path}.py" in SOURCES
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.28.1", "0.29"])
+def test_experts_of_older_vllm_are_not_taken_for_ours(version, monkeypatch):
+    monkeypatch.setattr(compat, "VLLM_VERSION", Version(version))
+    assert compat.cpu_experts() is None
 
 
 def test_marks_of_vllm_are_those_of_compat():

@@ -340,9 +340,25 @@ WORKER = [
 # ------------------------------------------------------------------------- flags, and their defaults
 
 FLAGS = [
-    Names("vllm.entrypoints.openai.cli_args:", ("FrontendArgs",), (), until="0.29"),
-    Names(f"{LAUNCHERS}.cli_args:", ("FrontendArgs",), (), since="0.29", until="0.33"),
-    Names("vllm.entrypoints.common.cli_args:", ("FrontendArgs",), (), since="0.33"),
+    Names(
+        "vllm.entrypoints.openai.cli_args:",
+        ("FrontendArgs",),
+        ("server/vllm_flags.py",),
+        until="0.29",
+    ),
+    Names(
+        f"{LAUNCHERS}.cli_args:",
+        ("FrontendArgs",),
+        ("server/vllm_flags.py",),
+        since="0.29",
+        until="0.33",
+    ),
+    Names(
+        "vllm.entrypoints.common.cli_args:",
+        ("FrontendArgs",),
+        ("server/vllm_flags.py",),
+        since="0.33",
+    ),
     Lines(
         "vllm.engine.arg_utils:",
         (

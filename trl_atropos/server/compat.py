@@ -1,7 +1,9 @@
-"""Holds all that depends on vLLM's version (0.26 to 0.32), and the places where vLLM is patched.
+"""Holds all that depends on vLLM's version (0.26 to 0.32; 0.33 was read, and not run), and the
+places where vLLM is patched.
 
-`tests/server/test_vllm_seam.py` lists the names of vLLM that it does not promise to keep. The test
-looks for each of them, and for each name that is imported, in the installed vLLM.
+`tests/server/vllm_seam.py` lists the names of vLLM that it does not promise to keep. Tests look for
+each of them, and for each name that is imported, in the installed vLLM, and `make seams
+VLLM=0.33.0` in the source of another.
 """
 
 import os
