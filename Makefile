@@ -3,6 +3,7 @@
 # make test-all     also run the slow ones: whole runs, several servers and processes, faults; 40 minutes in all
 # make test-matrix  all of them with TRL_ATROPOS_FULL=1: every combination of modes, stages and faults; several hours
 # make lint         check style and formatting
+# make seams        look up what is used of a release in its source: make seams VLLM=0.33.0 TRANSFORMERS=5.24.0
 # make house        print how large the package is, and imports that go up or round in circles
 # make test-faults  2,000 faults between the environments and the trained rollout (FAULTS, SEED); half an hour
 # make test-mutations  small mistakes in a copy of the code, each of which a test must catch; half an hour
@@ -33,7 +34,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 UNWANTED := torchvision torchaudio torchcodec
 
 .PHONY: quickstart test test-slow test-all test-matrix test-faults test-mutations test-nodes bench soak test-gpu
-.PHONY: lint house clean
+.PHONY: lint house seams clean
 
 # OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -86,6 +87,13 @@ lint: $(VENV)/.installed-test
 # Needs nothing installed but pytest.
 house:
 	$(PYTHON) -m tests.house.test_house
+
+RELEASES = $(if $(VLLM),vllm=$(VLLM)) $(if $(TRL),trl=$(TRL)) $(if $(TRANSFORMERS),transformers=$(TRANSFORMERS)) \
+	$(if $(PEFT),peft=$(PEFT)) $(if $(ACCELERATE),accelerate=$(ACCELERATE)) $(if $(UVICORN),uvicorn=$(UVICORN))
+
+# A version that pip downloads, or the path of a wheel or source archive. Nothing of it is installed or executed.
+seams: $(VENV)/.installed-cpu
+	$(BIN)/python -m tests.house.seams $(RELEASES)
 
 $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

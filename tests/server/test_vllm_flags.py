@@ -9,13 +9,15 @@ import pytest
 from trl_atropos.server.vllm_flags import known_flags, unknown_flags
 
 PARSER = """
-import json
-try:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+import importlib, json
+for place in ("common", "launchers", "openai"):  # from 0.33 on, from 0.29 on, and before
+    try:
+        module = importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
+    except ImportError:
+        continue
+    break
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = make_arg_parser(FlexibleArgumentParser())
+parser = module.make_arg_parser(FlexibleArgumentParser())
 flags = [flag for action in parser._actions for flag in action.option_strings]
 print("FLAGS" + json.dumps([flag for flag in flags if flag.startswith("--")]))
 """

@@ -1,20 +1,17 @@
-"""What `trl_atropos/server` touches of vLLM without a promise. A failure here means that vLLM moved
-it: read the new source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the
-tests of a real server tell whether it still fits.
+"""The names of vLLM that are used without a promise, in the installed version
+(`tests/server/vllm_seam.py` lists them). A failure here means that vLLM moved one: read the new
+source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the tests of a real
+server tell whether it still fits.
 """
 
-import ast
-import importlib
-import inspect
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -23,163 +20,20 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-import trl_atropos
+from tests.house.seam import Names, what_moved
+from tests.server import vllm_seam
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 from trl_atropos.server import compat
-from trl_atropos.server.compat import NEW
 from trl_atropos.server.processes import ENGINE_PROCESS
+from trl_atropos.server.vllm_flags import SOURCES
 
-MODULES = "vllm.model_executor"
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to
-    # them.
-    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
-    "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-    "vllm.v1.engine.async_llm:AsyncLLM": (
-        *(
-            "engine_core",
-            "model_config",
-            "vllm_config",
-            "get_tokenizer()",
-            "check_health()",
-            "is_sleeping()",
-        ),
-        *(
-            "generate(prompt, sampling_params, request_id, lora_request)",
-            "collective_rpc(method, args)",
-        ),
-        *(
-            "resume_generation()",
-            "reset_prefix_cache(reset_running_requests)",
-            "sleep(level, mode)",
-            "wake_up(tags)",
-        ),
-        *(("update_weight_version(new_version)",) if NEW else ()),
-    ),
-    "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
-    "vllm.outputs:RequestOutput": ("num_cached_tokens",),
-    "vllm.outputs:CompletionOutput": (
-        "index",
-        "token_ids",
-        "finish_reason",
-        *(("weight_versions",) if NEW else ()),
-    ),
-    "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
-    "vllm.config:ModelConfig": (
-        *(
-            "model",
-            "dtype",
-            "max_model_len",
-            "skip_tokenizer_init",
-            "logprobs_mode",
-            "quantization",
-            "use_mla",
-        ),
-        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()", "logits_processors"),
-    ),
-    "vllm.config:ParallelConfig": (
-        *(
-            "data_parallel_size",
-            "data_parallel_index",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "world_size",
-        ),
-    ),
-    "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
-    "vllm.config:CacheConfig": ("block_size",),
-    "vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",),
-    "vllm.sampling_params:SamplingParams": ("flat_logprobs", "clone()"),
-    "vllm.v1.sample.logits_processor:": ("LOGITSPROCS_GROUP",),
-    "vllm.logprobs:FlatLogprobs": ("start_indices", "logprobs"),
-    "vllm.v1.core.block_pool:BlockPool": (
-        "blocks",
-        "cached_block_hash_to_block",
-        "reset_prefix_cache()",
-    ),
-    "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
-    "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
-    "vllm.v1.worker.worker_base:WorkerBase": (
-        *("vllm_config", "rank", "device", "model_runner", "add_lora(lora_request)"),
-    ),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
-    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": (
-        "_adapter_manager",
-        "lora_config",
-        "vocab_size",
-    ),
-    "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
-        *(
-            "model",
-            "capacity",
-            "lora_index_to_id",
-            "add_adapter(lora)",
-            "activate_adapter(lora_id)",
-        ),
-        *("modules", "lora_slots", "_registered_adapters", "_active_adapters"),
-        *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
-    ),
-    "vllm.lora.layers:ColumnParallelLinearWithLoRA": (
-        "base_layer",
-        "lora_a_stacked",
-        "lora_b_stacked",
-    ),
-    "vllm.lora.lora_model:LoRAModel": (
-        "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, "
-        "weights_mapper, skip_prefixes)",
-    ),
-    "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
-    f"{MODULES}.models.utils:WeightsMapper": (
-        "get_rename_mapper()" if NEW else "get_unstacked_mapper()",
-    ),
-    f"{MODULES}.model_loader.default_loader:DefaultModelLoader": (
-        "load_weights(model, model_config)",
-    ),
-    f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
-    f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": (
-        "process_weights_after_loading(layer)",
-    ),
-    f"{MODULES}.layers.attention:Attention": ("impl",),
-    f"{MODULES}.layers.rotary_embedding:RotaryEmbedding": ("cos_sin_cache",),
-    f"{MODULES}.layers.layernorm:": ("rms_norm_batch_invariant(input, weight, eps, residual)",),
-    f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
-    f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
-    f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
-}
-if NEW:
-    PRIVATE_NAMES[f"{MODULES}.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"] = (
-        "process_weights_after_loading(layer)",
-        "apply(output, hidden_states, w1, w2, topk_weights, topk_ids, activation, "
-        "apply_router_weight_on_input)",
-        *("w1_bias", "w2_bias", "activation(activation, output, input)"),
-    )
-# of uvicorn and torch, used in `plane.py`, `front/serve.py`, `layout.py` and `extension.py`
-OTHERS = {
-    "uvicorn:Server": ("handle_exit(sig, frame)", "should_exit", "server_state"),
-    "uvicorn.server:ServerState": ("connections",),
-    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": ("transport",),
-    "torch.nn.modules.module:": ("register_module_parameter_registration_hook(hook)",),
-    "torch.utils._python_dispatch:TorchDispatchMode": (
-        "__torch_dispatch__(func, types, args, kwargs)",
-    ),
-    "torch:": ("_foreach_copy_",),
-}
-NAMES = [(place, name) for place, names in (PRIVATE_NAMES | OTHERS).items() for name in names]
-
-
-def arguments_of(function) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
-def has(owner, name: str) -> bool:
-    """Whether a class or module has an attribute, if only because a method of the class sets it."""
-    if hasattr(owner, name) or not inspect.isclass(owner):
-        return hasattr(owner, name)
-    own = [parent for parent in owner.__mro__ if parent.__module__.startswith(("vllm", "uvicorn"))]
-    declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
-    return declared or any(
-        re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own
-    )
+ROWS = [row for row in vllm_seam.ROWS if isinstance(row, Names)]
+NAMES = [
+    (row.place, name)
+    for row in ROWS
+    if not row.needs_cuda and (row.library != "vllm" or row.holds_in(compat.VLLM_VERSION))
+    for name in row.names
+]
 
 
 # Of a request, what changes neither which tokens may come nor how likely they are.
@@ -262,54 +116,8 @@ def test_flat_logprobs_alone_lose_token_texts(monkeypatch):
         assert isinstance(found.logprobs, FlatLogprobs) == flat
 
 
-def what_moved(place: str, name: str) -> str | None:
-    module, _, owner = place.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        return f"there is no module {module} ({error})"
-    if owner:
-        if not hasattr(found, owner):
-            return f"{module} has no {owner}"
-        found = getattr(found, owner)
-    attribute, _, arguments = name.rstrip(")").partition("(")
-    if attribute and not has(found, attribute):
-        return f"{place} has no {attribute}"
-    missing = (
-        set(arguments.split(", ")) - arguments_of(getattr(found, attribute)) if arguments else set()
-    )
-    return f"{place}.{attribute} takes no {', '.join(sorted(missing))}" if missing else None
-
-
 @pytest.mark.parametrize(("place", "name"), NAMES, ids=str)
 def test_vllm_has_listed_name(place, name):
-    assert what_moved(place, name) is None
-
-
-def imports_of_vllm() -> list[tuple[str, str]]:
-    """Module and name of all that `trl_atropos` imports of vLLM, but for what other versions have,
-    in a `try`."""
-    found = set()
-    for path in Path(trl_atropos.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        tried = {
-            node
-            for parent in ast.walk(tree)
-            if isinstance(parent, ast.Try)
-            for node in ast.walk(parent)
-        }
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and node.module.partition(".")[0] == "vllm"
-                and node not in tried
-            ):
-                found |= {(f"{node.module}:", alias.name) for alias in node.names}
-    return sorted(found)
-
-
-@pytest.mark.parametrize(("place", "name"), imports_of_vllm(), ids=str)
-def test_vllm_has_imported_name(place, name):
     assert what_moved(place, name) is None
 
 
@@ -344,27 +152,24 @@ def test_moved_name_is_told(name, told, monkeypatch):
     assert "vllm.left has no Right" in what_moved("vllm.left:Right", name)
 
 
-@pytest.mark.skipif(not NEW, reason="the lines are those of vLLM 0.32")
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        # The application's state, which the middleware reads.
-        ("vllm.entrypoints.launchers.api_server.app_state", "state.engine_client = engine_client"),
-        (
-            "vllm.entrypoints.launchers.api_server.app_state",
-            "state.openai_serving_models = OpenAIServingModels(",
-        ),
-        ("vllm.entrypoints.launchers.launcher", "app.state.server = server"),
-        # The process whose death is watched for, and the mark of a token that was sampled before
-        # any publish.
-        ("vllm.v1.engine.utils", f'else "{ENGINE_PROCESS}"'),
-        ("vllm.v1.engine.core", f'self._weight_version = "{compat.UNMARKED}"'),
-        # What a linear layer on the CPU computes with.
-        ("vllm.model_executor.layers.utils", "return layer.cpu_linear(x, weight, bias)"),
-    ],
-)
-def test_vllm_source_has_expected_line(module, line):
-    assert line in inspect.getsource(importlib.import_module(module))
+def test_front_end_of_every_version_is_read_for_flags():
+    rows = [row for row in vllm_seam.FLAGS if getattr(row, "names", None) == ("FrontendArgs",)]
+    assert len(rows) == 3
+    for row in rows:
+        path = row.place.removeprefix("vllm.").removesuffix(":").replace(".", "/")
+        assert f"{path}.py" in SOURCES
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.28.1", "0.29"])
+def test_experts_of_older_vllm_are_not_taken_for_ours(version, monkeypatch):
+    monkeypatch.setattr(compat, "VLLM_VERSION", Version(version))
+    assert compat.cpu_experts() is None
+
+
+def test_marks_of_vllm_are_those_of_compat():
+    sources = [line for row in vllm_seam.SOURCE for line in row.lines]
+    assert f'else "{ENGINE_PROCESS}"' in sources
+    assert f'self._weight_version = "{compat.UNMARKED}"' in sources
 
 
 LOADS = """

@@ -1,8 +1,9 @@
-"""Holds all that depends on vLLM's version (0.26 to 0.32), and the places where vLLM is patched.
-Those of log-probabilities are in `sampled_logprobs.py`.
+"""Holds all that depends on vLLM's version (0.26 to 0.32; 0.33 was read, and not run), and the
+places where vLLM is patched. Those of log-probabilities are in `sampled_logprobs.py`.
 
-`tests/server/test_vllm_seam.py` lists the names of vLLM that it does not promise to keep. The test
-looks for each of them, and for each name that is imported, in the installed vLLM.
+`tests/server/vllm_seam.py` lists the names of vLLM that it does not promise to keep. Tests look for
+each of them, and for each name that is imported, in the installed vLLM, and `make seams
+VLLM=0.33.0` in the source of another.
 """
 
 import os
@@ -183,8 +184,10 @@ def _publishes_of(version: str) -> int:
 
 
 def cpu_experts() -> type | None:
-    """Returns vLLM's class that computes experts on the CPU. `None` for 0.26, which has functions
-    in its place."""
+    """Returns vLLM's class that computes experts on the CPU. `None` before 0.30: 0.26 and 0.27 have
+    functions in its place, and the class of 0.28 and 0.29 also routes the tokens."""
+    if Version("0.30") > VLLM_VERSION:
+        return None
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:

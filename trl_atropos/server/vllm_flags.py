@@ -20,7 +20,8 @@ from trl_atropos.modes import MODES
 SOURCES = (
     "engine/arg_utils.py",
     "entrypoints/openai/cli_args.py",
-    "entrypoints/launchers/cli_args.py",
+    "entrypoints/launchers/cli_args.py",  # 0.29 to 0.32
+    "entrypoints/common/cli_args.py",  # from 0.33 on
     "utils/argparse_utils.py",
     "utils/__init__.py",
 )
