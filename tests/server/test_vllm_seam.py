@@ -6,8 +6,8 @@ tests of a real server tell whether it still fits.
 import ast
 import importlib
 import inspect
+import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 import trl_atropos
+from tests.forge import SERVER
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 from trl_atropos.server import compat
 from trl_atropos.server.compat import NEW
@@ -436,12 +437,13 @@ def models(tmp_path_factory) -> list[str]:
 def test_layers_compute_in_place_or_are_refused(models, tmp_path):
     """If vLLM kept layers in classes that are not looked for, it would sample from the first
     weights for ever."""
-    command = [sys.executable, "-c", LOADS, str(tmp_path), *models]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "layers_of_vllm.py").write_text(LOADS)
+    log = tmp_path / "log"
+    command = ["-m", "layers_of_vllm", str(tmp_path), *models]
+    assert SERVER.fork(command, os.environ, log, tmp_path).wait(600) == 0, log.read_text()[-3000:]
     told = [
         line.split(maxsplit=3)
-        for line in done.stdout.splitlines()
+        for line in log.read_text().splitlines()
         if line.startswith(("found", "moved"))
     ]
     assert [line[1:] for line in told if line[0] == "found"] == [
