@@ -49,9 +49,12 @@ def order(items: list[pytest.Item]) -> None:
     seconds: Counter[Path] = Counter()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
-        takes = (
-            (marks["slow"].args or (30,))[0] if "slow" in marks else 5 if "server" in marks else 1
-        )
+        if "slow" in marks:
+            takes = (marks["slow"].args or (30,))[0]
+        elif "seconds" in marks:
+            takes = marks["seconds"].args[0]
+        else:
+            takes = 5 if "server" in marks else 1
         seconds[item.path] += 0 if "skip" in marks else takes
     items.sort(key=lambda item: (-seconds[item.path], item.path))
 
