@@ -30,6 +30,7 @@ ENDED_WITHIN = 5.0  # seconds, after the last has left
 # Shared by the workers of one run of pytest; any other process has its own.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"process {os.getpid()}"
 TRL = """
+import tests
 from trl_atropos.train import without_vllm
 with without_vllm():
     import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
