@@ -27,7 +27,7 @@ from tests.forge import FORKED_ENGINES
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from tests.weights.versions import wait_for
 from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, VersionsReply, completion_key
-from trl_atropos.services.manager import port_of
+from trl_atropos.services.manager import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -67,55 +67,18 @@ def references(models) -> dict[str, torch.nn.Module]:
     }
 
 
-@dataclass
-class Front:
-    """A front that no guard keeps, as a user starts it."""
-
-    server: Server
-    process: subprocess.Popen
-    log: Path
-
-    def behind(self) -> list[psutil.Process]:
-        """Every process behind it: the engine's guard comes first."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-@contextmanager
-def started(model: str, folder: Path) -> Iterator[Front]:
-    """A front with its engine. The test may end it."""
-    port, token, log = free_port(), uuid.uuid4().hex, folder / "front.log"
-    environment = {**os.environ, **ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            front_command(model, port),
-            env=environment,
-            stderr=output,
-            stdout=output,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    server = Server(url, token, model, psutil.Process(process.pid), log)
-    try:
-        assert sample(retried(server)).status_code == 200  # held until the engine is there
-        yield Front(server, process, log)
-    finally:
-        process.kill()
-        process.wait()
-        # they stay where the front did not end in order
-        for engine_log in set(re.findall(r"log: (\S+/engine\.log)", log.read_text())):
-            shutil.rmtree(Path(engine_log).parent, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
-def shared(models, tmp_path_factory) -> Iterator[Front]:
-    """The front of all tests but the last ones, of which the first ends it."""
-    with started(models[0], tmp_path_factory.mktemp("front")) as shared:
-        yield shared
-
-
-@pytest.fixture
-def front(shared) -> Server:
-    return shared.server
+def front(models, tmp_path_factory) -> Iterator[Server]:
+    port, token = free_port(), uuid.uuid4().hex
+    url = f"http://127.0.0.1:{port}"
+    with Services(tmp_path_factory.mktemp("front_logs")) as services:
+        environment = {**ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
+        services.start(
+            "front", front_command(models[0], port), env=environment, health_url=f"{url}/health"
+        )
+        services.wait_healthy("front", START_WITHIN)
+        (api,) = psutil.Process(services.running()[0].guard.pid).children()
+        yield Server(url, token, models[0], api)
 
 
 @contextmanager
@@ -219,8 +182,7 @@ class Publish:
 
 
 @pytest.fixture(scope="module")
-def publish(shared, models) -> Publish:
-    front = shared.server
+def publish(front, models) -> Publish:
     publish, stop = Publish(), threading.Event()
 
     def load(work, replies: list) -> None:
@@ -443,10 +405,32 @@ def test_trainer_mistake_is_refused_with_reason(front, models, tmp_path):
 
 
 @pytest.fixture
-def doomed(models, tmp_path) -> Iterator[Front]:
-    """A front of the test's own, to be ended."""
-    with started(models[0], tmp_path) as doomed:
-        yield doomed
+def doomed(
+    models, tmp_path
+) -> Iterator[tuple[Server, subprocess.Popen, list[psutil.Process], Path]]:
+    """A front to be ended, outside of any guard; with every process behind it: the engine's guard
+    comes first."""
+    port, token, log = free_port(), uuid.uuid4().hex, tmp_path / "front.log"
+    server = Server(f"http://127.0.0.1:{port}", token, models[0])
+    environment = {**os.environ, **ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
+    with open(log, "wb") as stderr:
+        process = subprocess.Popen(
+            front_command(models[0], port),
+            env=environment,
+            stderr=stderr,
+            stdout=stderr,
+            start_new_session=True,
+        )
+    try:
+        assert sample(retried(server)).status_code == 200  # held until the engine is there
+        behind = psutil.Process(process.pid).children(recursive=True)
+        yield server, process, behind, log
+    finally:
+        process.kill()
+        process.wait()
+        (engine_log,) = re.findall(r"log: (\S+/engine\.log)", log.read_text())
+        # it stays where the front did not end in order
+        shutil.rmtree(Path(engine_log).parent, ignore_errors=True)
 
 
 def retried(server: Server) -> Server:
@@ -467,8 +451,8 @@ def assert_gone(processes: list[psutil.Process], since: float) -> None:
     assert left == []
 
 
-def test_engine_death_is_reported_and_ends_front(shared):
-    server, process, behind = shared.server, shared.process, shared.behind()
+def test_engine_death_is_reported_and_ends_front(doomed):
+    server, process, behind, log = doomed
     in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
     wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
     began = time.monotonic()
@@ -483,11 +467,11 @@ def test_engine_death_is_reported_and_ends_front(shared):
     # by which a run tells the signal, and asks for memory
     assert process.wait(GONE_WITHIN) == 128 + signal.SIGKILL
     assert_gone(behind, began)
-    assert "trl-atropos serve: engine ended with exit code 137 (SIGKILL)" in shared.log.read_text()
+    assert "trl-atropos serve: engine ended with exit code 137 (SIGKILL)" in log.read_text()
 
 
 def test_sigterm_ends_front_despite_open_requests(doomed):
-    server, process, behind = doomed.server, doomed.process, doomed.behind()
+    server, process, behind, _log = doomed
     with lease(server):
         in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
         wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
@@ -506,7 +490,7 @@ def test_sigterm_ends_front_despite_open_requests(doomed):
 
 @pytest.mark.full  # `tests/services/test_guard.py` has others that do not
 def test_engine_dies_with_killed_front(doomed):
-    process, behind = doomed.process, doomed.behind()
+    _server, process, behind, _log = doomed
     began = time.monotonic()
     process.kill()
     process.wait()
