@@ -48,6 +48,9 @@ FORKED_ENGINES = {
         [str(ROOT / "tests/site"), *os.environ.get("PYTHONPATH", "").split()]
     )
 }
+# For the environment of an Atropos environment that needs a tokenizer only: 5 of its 8 seconds of a
+# CPU are for torch.
+WITHOUT_TORCH = {"PYTHONPATH": str(ROOT / "tests/no_torch")}
 PROGRAM = """
 import ctypes, gc, json, os, runpy, select, signal, socket, struct, sys
 gc.freeze()  # the forks would otherwise copy what they only look at
