@@ -1,6 +1,7 @@
 # make quickstart   install the CPU profile and train the quickstart's model
 # make test         install what the tests need and run those that see what a change usually breaks; a quarter of an hour
-# make test-all     also run the slow ones: whole runs, several servers and processes, faults; 40 minutes in all
+# make test-slow    run the others: whole runs, several servers and processes, faults
+# make test-all     run both, in one go: workers import everything once, and files of both share their servers
 # make test-matrix  all of them with TRL_ATROPOS_FULL=1: every combination of modes, stages and faults; several hours
 # make lint         check style and formatting
 # make seams        look up what is used of a release in its source: make seams VLLM=0.33.0 TRANSFORMERS=5.24.0
@@ -50,8 +51,8 @@ test: $(VENV)/.installed-test $(VENV)/.installed-browser
 test-slow: $(VENV)/.installed-test $(VENV)/.installed-browser
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: test
-	$(MAKE) test-slow
+test-all: $(VENV)/.installed-test $(VENV)/.installed-browser
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-matrix: $(VENV)/.installed-test $(VENV)/.installed-browser
 	TRL_ATROPOS_FULL=1 $(PYTEST) $(PYTEST_ARGS)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 BEGAN = pytest.StashKey[float]()
+FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -26,17 +27,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Notes how long a whole tier took, for `make house`."""
+    """Notes how long a whole tier took, or all of them in one go, for `make house`."""
     config = session.config
+    tier = config.option.markexpr or ("matrix" if FULL else "all")
     chosen = config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
-    if config.option.markexpr and not chosen and not hasattr(config, "workerinput"):
-        config.cache.set(
-            f"seconds/{config.option.markexpr}", time.monotonic() - config.stash[BEGAN]
-        )
+    if not chosen and not hasattr(config, "workerinput"):
+        config.cache.set(f"seconds/{tier}", time.monotonic() - config.stash[BEGAN])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("TRL_ATROPOS_FULL") != "1":
+    if not FULL:
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="needs TRL_ATROPOS_FULL=1"))
@@ -49,9 +49,12 @@ def order(items: list[pytest.Item]) -> None:
     seconds: Counter[Path] = Counter()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
-        takes = (
-            (marks["slow"].args or (30,))[0] if "slow" in marks else 5 if "server" in marks else 1
-        )
+        if "slow" in marks:
+            takes = (marks["slow"].args or (30,))[0]
+        elif "seconds" in marks:
+            takes = marks["seconds"].args[0]
+        else:
+            takes = 5 if "server" in marks else 1
         seconds[item.path] += 0 if "skip" in marks else takes
     items.sort(key=lambda item: (-seconds[item.path], item.path))
 

@@ -4,15 +4,19 @@
     process = TRAINER.fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
 
 does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a
-session of its own and with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each
-worker of pytest has one such process of each kind, from the first call on. A program that reads the
-environment while it imports something sees that of the process that it is forked from: `Run` in
-`tests/launching.py` starts the main job, with its server, as a user does.
+session of its own and with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). There
+is one such process of each kind for all workers of a pytest run: the first that needs it starts it,
+and it ends when nobody is connected to it any more. A program that reads the environment while it
+imports something sees that of the process that it is forked from: `Run` in `tests/launching.py`
+starts the main job, with its server, as a user does.
 """
 
 import atexit
+import contextlib
+import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +26,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN = 180.0  # seconds
+ENDED_WITHIN = 5.0  # seconds, after the last has left
+# Shared by the workers of one run of pytest; any other process has its own.
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"process {os.getpid()}"
 TRL = """
+import tests
 from trl_atropos.train import without_vllm
 with without_vllm():
     import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
@@ -40,15 +48,41 @@ FORKED_ENGINES = {
         [str(ROOT / "tests/site"), *os.environ.get("PYTHONPATH", "").split()]
     )
 }
+# For the environment of an Atropos environment that needs a tokenizer only: 5 of its 8 seconds of a
+# CPU are for torch.
+WITHOUT_TORCH = {"PYTHONPATH": str(ROOT / "tests/no_torch")}
 PROGRAM = """
-import ctypes, gc, json, os, runpy, select, signal, sys
+import ctypes, gc, json, os, runpy, select, signal, socket, struct, sys
 gc.freeze()  # the forks would otherwise copy what they only look at
+listener = socket.socket(fileno=int(sys.argv[1]))
+clients = {}  # connection -> the beginning of a line
+children = {}  # process -> connection of who asked for it
 
-def say(**what):
-    os.write(1, json.dumps(what).encode() + b"\\n")
+def say(connection, **what):
+    try:
+        connection.sendall(json.dumps(what).encode() + b"\\n")
+    except OSError:
+        pass  # it has left, and will be seen to have
+
+def accept():
+    connection, _ = listener.accept()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    if struct.unpack("3i", credentials)[1] == os.getuid():
+        clients[connection] = b""
+    else:
+        connection.close()
+
+def leave(connection):
+    del clients[connection]
+    connection.close()
+    for pid, owner in children.items():
+        if owner is connection:
+            os.kill(pid, signal.SIGTERM)
 
 def run(job, parent):
     os.setsid()
+    for each in (listener, *clients):
+        each.close()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
@@ -64,29 +98,35 @@ def run(job, parent):
     gc.unfreeze()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-say(ready=True)
-rest = b""
 while True:
-    if select.select([0], [], [], 0.02)[0]:
-        read = os.read(0, 65536)
-        if not read:
-            break
-        *lines, rest = (rest + read).split(b"\\n")
+    heard = select.select([listener, *clients], [], [], 0.02)[0]
+    if not heard and not clients:
+        break
+    for ready in heard:
+        if ready is listener:
+            accept()
+            continue
+        try:
+            received = ready.recv(65536)
+        except OSError:
+            received = b""
+        if not received:
+            leave(ready)
+            continue
+        *lines, clients[ready] = (clients[ready] + received).split(b"\\n")
         for line in lines:
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
                 run(json.loads(line), parent)
                 sys.exit(0)
-            say(started=pid)
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
+            children[pid] = ready
+            say(ready, started=pid)
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             break
-        say(ended=pid, code=os.waitstatus_to_exitcode(status))
+        say(children.pop(pid), ended=pid, code=os.waitstatus_to_exitcode(status))
 """
 
 
@@ -116,12 +156,14 @@ class Forge:
     environment."""
 
     def __init__(self, imports: str, env: Mapping[str, str] | None = None) -> None:
-        self._imports, self._env = imports, dict(env or {})
-        self._process: subprocess.Popen | None = None
+        self._imports = imports
+        self._env = dict(env or {})
+        self._process: subprocess.Popen | None = None  # if it was started here
+        self._connection: socket.socket | None = None
+        self._lost = False
         self._forked: dict[int, Forked] = {}
-        self._changed = threading.Condition()
-        self._ready = False
         self._started: list[Forked] = []
+        self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()
 
     def fork(
@@ -132,52 +174,79 @@ class Forge:
         log.touch()
         job = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": str(cwd)}
         with self._one_at_a_time, self._changed:
-            if self._process is None:
-                self._start()
-            self._wait(lambda: self._ready)
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-            self._wait(lambda: self._started)
+            if self._connection is None:
+                self._connect()
+            self._connection.sendall(json.dumps(job).encode() + b"\n")
+            deadline = time.monotonic() + READY_WITHIN
+            while not self._started:
+                assert not self._lost and time.monotonic() < deadline, (
+                    "the process that forks others does not answer"
+                )
+                self._changed.wait(0.5)
             return self._started.pop()
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(READY_WITHIN)
+        """Leaves the process, which ends what it has forked for this one."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # others may be connected still
+                self._process.wait(ENDED_WITHIN)
 
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", self._imports + PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            env=os.environ | self._env,
-            start_new_session=True,
-        )
+    def _connect(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN
+        kind = f"{RUN}\0{ROOT}\0{self._imports}\0{self._env}"
+        digest = hashlib.sha256(kind.encode()).hexdigest()
+        address = f"\0trl_atropos-forge-{digest}"  # without a file
+        connection = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                connection.connect(address)
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline, "nobody listens where a forge began"
+            with socket.socket(socket.AF_UNIX) as listener:
+                try:
+                    listener.bind(address)
+                except OSError:  # another worker starts it, and does not listen yet
+                    time.sleep(0.01)
+                    continue
+                listener.listen()
+                self._start(listener)
+        self._connection = connection
         threading.Thread(target=self._read, name="forge", daemon=True).start()
         atexit.register(self.close)
 
-    def _wait(self, condition) -> None:
-        deadline = time.monotonic() + READY_WITHIN
-        while not condition():
-            alive = self._process.poll() is None
-            assert alive and time.monotonic() < deadline, (
-                "the process that forks others does not answer"
-            )
-            self._changed.wait(0.5)
+    def _start(self, listener: socket.socket) -> None:
+        number = listener.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self._imports + PROGRAM, str(number)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=os.environ | self._env,
+            pass_fds=[number],
+            start_new_session=True,
+        )
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            told = json.loads(line)
-            with self._changed:
-                if "ready" in told:
-                    self._ready = True
-                elif "started" in told:
-                    self._forked[told["started"]] = child = Forked(told["started"])
-                    self._started.append(child)
-                else:
-                    self._forked.pop(told["ended"]).end(told["code"])
-                self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            for line in self._connection.makefile("rb"):
+                self._take(json.loads(line))
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def _take(self, message: dict[str, int]) -> None:
+        with self._changed:
+            if "started" in message:
+                child = Forked(message["started"])
+                self._forked[child.pid] = child
+                self._started.append(child)
+            else:
+                self._forked.pop(message["ended"]).end(message["code"])
+            self._changed.notify_all()
 
 
 TRAINER = Forge(TRL)

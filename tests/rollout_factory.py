@@ -113,16 +113,19 @@ def _sequence(
 def _sampler_logprobs(
     rng: random.Random, model: Path, tokens: list[int], mask: list[int], missing: float
 ) -> list[float]:
-    with torch.no_grad():
-        logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
-    of_policy = [
-        0.0,
-        *logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist(),
-    ]
     return [
         SENTINEL if m == MASKED or rng.random() < missing else min(0.0, value + rng.gauss(0, NOISE))
-        for m, value in zip(mask, of_policy)
+        for m, value in zip(mask, policy_logprobs(model, tuple(tokens)))
     ]
+
+
+@cache  # most tests use the same few groups
+@torch.no_grad()
+def policy_logprobs(model: Path, tokens: tuple[int, ...]) -> list[float]:
+    """Of each token of a sequence; 0 for the first one, which nothing stands before."""
+    logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
+    following = torch.tensor(tokens[1:])[:, None]
+    return [0.0, *logits.log_softmax(-1).gather(1, following)[:, 0].tolist()]
 
 
 def uniform_batch(model: Path, size: int, groups: int, seed: int, **options: Any) -> list[Group]:

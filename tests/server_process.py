@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
-import torch
 
 from tests.forge import SERVER
 from trl_atropos.protocol import TOKEN_VARIABLE
@@ -23,8 +23,8 @@ from trl_atropos.services.guard import SharedFiles, end_service, members
 from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
-# seconds; CUDA graphs with adapters take minutes
-READY_WITHIN = 600.0 if torch.cuda.is_available() else 180.0
+READY_WITHIN = 180.0  # seconds
+READY_ON_GPU_WITHIN = 600.0  # CUDA graphs with adapters take minutes
 GRACE = 5.0  # seconds to end after SIGTERM
 ENVIRONMENT = {
     "CXX": "no-such-compiler",  # a machine without one must do
@@ -35,6 +35,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+@cache
+def on_gpu() -> bool:
+    import torch  # here, because xdist's controller loads this plugin, too, and needs no torch
+
+    return torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -81,23 +88,24 @@ def running_server(
     *flags: str,
     port: int | None = None,
     token: str | None = None,
-    forked: bool = not torch.cuda.is_available(),
+    forked: bool = True,
 ) -> Iterator[Server]:
     """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take
-    its place later. A `forked` one starts sooner, and its memory is shared with the process that it
-    is forked from."""
+    its place later. A `forked` one, which there is on the CPU only, starts sooner, and its memory
+    is shared with the process that it is forked from."""
     port, token = port or free_port(), token or uuid.uuid4().hex
     command = ["-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
     command += ["--max-model-len", str(MAX_MODEL_LEN), *flags]
     # several share the device
-    if torch.cuda.is_available() and "--gpu-memory-utilization" not in flags:
+    if on_gpu() and "--gpu-memory-utilization" not in flags:
         command += ["--gpu-memory-utilization", "0.1"]
     log_dir.mkdir(parents=True, exist_ok=True)
     url, log, shared = f"http://127.0.0.1:{port}", log_dir / "vllm.log", SharedFiles()
     environment = os.environ | ENVIRONMENT | {TOKEN_VARIABLE: token}
-    process = (SERVER.fork if forked else _start)(command, environment, log)
+    start = SERVER.fork if forked and not on_gpu() else _start
+    process = start(command, environment, log)
     try:
-        deadline = time.monotonic() + READY_WITHIN
+        deadline = time.monotonic() + (READY_ON_GPU_WITHIN if on_gpu() else READY_WITHIN)
         while not _healthy(url):
             assert process.poll() is None and time.monotonic() < deadline, (
                 f"no server:\n{log.read_text()[-5000:]}"

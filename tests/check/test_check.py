@@ -23,6 +23,7 @@ import torch
 import uvicorn
 
 from tests.check.desk import SOURCE, Desk, check
+from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.recipe.mistakes import DDP, GPU
 from tests.server_process import free_port
 from trl_atropos.check import examine, main

@@ -25,6 +25,7 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from benchmarks.models import config_fields
 from recipes.quickstart.make_model import make_model
 from tests.check.peak_memory import command_line, rows
+from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.rollout_factory import record
 from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot

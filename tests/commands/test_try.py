@@ -204,23 +204,27 @@ def test_missing_server_is_reported(recipe):
         rehearsal._require_servers(recipe)
 
 
-@pytest.mark.parametrize(
-    "words", [["RECIPE", "--num_processes", "1"], ["--num_processes", "1", "RECIPE"]]
-)
-def test_variables_of_the_recipe_are_set(words, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
-    code = """import os, sys
+# Calls the command with each line of words, and prints the variable each time.
+PRINT_VARIABLE = """import os, sys
 from trl_atropos import cli
 from trl_atropos.commands import rehearsal
-rehearsal.main = lambda launcher, settings: print(os.environ.get("TRL_ATROPOS_TESTED"))
-sys.argv = ["trl-atropos", "try", *sys.argv[1:]]
-cli.main()"""
-    words = [word.replace("RECIPE", str(path)) for word in words]
-    assert (
-        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True).stdout
-        == "heeded\n"
+rehearsal.main = lambda launcher, settings: print(os.environ.pop("TRL_ATROPOS_TESTED", None))
+for line in sys.argv[1:]:
+    sys.argv = ["trl-atropos", "try", *line.split()]
+    cli.main()"""
+
+
+def test_variables_of_the_recipe_are_set_wherever_it_stands(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
+    lines = ["recipe.yaml --num_processes 1", "--num_processes 1 recipe.yaml"]
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_VARIABLE, *lines],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
+    assert done.stdout == "heeded\nheeded\n", done.stderr
 
 
 @pytest.mark.server

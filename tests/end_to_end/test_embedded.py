@@ -1,6 +1,7 @@
 """Runs inside of a Python program: the quickstart's notebook, from top to bottom in a real kernel,
 and what happens to the signals of the program."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 import trl_atropos
+from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT
 from trl_atropos.errors import RecipeError
 from trl_atropos.services.signals import Interrupted, handlers
@@ -33,7 +35,7 @@ def test_notebook_runs_from_top_to_bottom(tmp_path):
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
     )
-    client.execute()
+    client.execute(env=os.environ | FORKED_ENGINES)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     texts = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert "Mean reward" in texts[1]

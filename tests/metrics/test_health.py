@@ -14,7 +14,14 @@ import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trl import TrlParser
 
-from tests.rollout_factory import Group, arguments, load_policy, make_group, record, step_logs
+from tests.rollout_factory import (
+    Group,
+    arguments,
+    make_group,
+    policy_logprobs,
+    record,
+    step_logs,
+)
 from tests.trainer.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
@@ -72,9 +79,7 @@ def shifted(model: Path, group: Group, shift: float) -> Group:
     """The group with the policy's own log-probabilities, less `shift` nats."""
     logprobs = []
     for tokens in group["tokens"]:
-        with torch.no_grad():
-            logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
-        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        own = torch.tensor(policy_logprobs(model, tuple(tokens))[1:])
         logprobs.append([1.0, *(own - shift).tolist()])
     return group | {"inference_logprobs": logprobs}
 

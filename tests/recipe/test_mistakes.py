@@ -4,6 +4,7 @@ the same: what is wrong, where, and what to do."""
 import pytest
 
 from tests.check.desk import Desk
+from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.recipe.mistakes import MISTAKES, holds
 from trl_atropos.check import examine
 from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, parse_entries

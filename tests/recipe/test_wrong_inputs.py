@@ -23,7 +23,6 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
 import yaml
@@ -31,7 +30,7 @@ import yaml
 from recipes.quickstart.make_model import byte_tokenizer, make_model
 from tests import server_process
 from tests.forge import FORKED_ENGINES, TRAINER
-from tests.server_process import free_port
+from tests.server_process import Server, free_port, running_server
 from trl_atropos.protocol import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,20 +206,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm_server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A vLLM server on `models/model`. No run here takes a step, so that its weights stay those of
     the checkpoint."""
-    port = free_port()
-    # fmt: off
-    command = [
-        sys.executable, "-m", "trl_atropos.server.launch", str(models / "model"),
-        "--port", str(port), "--max-model-len", "512", "--dtype", "float32",
-    ]
-    # fmt: on
-    url = f"http://127.0.0.1:{port}"
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with service(command, f"{url}/health", log, **SERVER_ENVIRONMENT, **{TOKEN_VARIABLE: TOKEN}):
-        yield url
+    model, logs = models / "model", tmp_path_factory.mktemp("vllm")
+    with running_server(model, logs, "--dtype", "float32", token=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vllm(vllm_server: Server) -> str:
+    """Its URL."""
+    return vllm_server.url
 
 
 @pytest.fixture(scope="module")
@@ -607,9 +604,8 @@ def test_groups_that_never_make_a_batch_are_reported(groups, fragments, desk, vl
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)
 
 
-def test_hung_server_is_reported(desk, vllm, atropos):
-    (server,) = [one for one in psutil.process_iter() if vllm.rpartition(":")[2] in cmdline(one)]
-    (engine,) = [child for child in server.children() if "EngineCore" in " ".join(cmdline(child))]
+def test_hung_server_is_reported(desk, vllm, vllm_server, atropos):
+    engine = vllm_server.engine
     try:
         with delivering(atropos, then=engine.suspend):
             outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos, publish_timeout=10)
@@ -617,12 +613,6 @@ def test_hung_server_is_reported(desk, vllm, atropos):
         engine.resume()
     silent = rf"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\)\. The server at {vllm} did not sample one token"
     assert_told(outcome, silent, "has an environment, but its queue is empty")
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
 
 
 # What an environment sends, and what the message has to say.

@@ -42,6 +42,7 @@ def no_warnings(caplog):
     caplog.set_level(logging.ERROR)  # there are thousands
 
 
+@pytest.mark.seconds(40)
 @settings(
     max_examples=10_000,
     deadline=None,

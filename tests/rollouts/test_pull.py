@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forge import WITHOUT_TORCH
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.environment_entry import EnvironmentSpec
@@ -223,7 +224,7 @@ def test_environment_log_tells_why_nothing_comes(api, open_trainer, tiny_model, 
     path = tmp_path / "log"
     command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), "--faults", *FAULTS]
     with path.open("wb") as output:
-        env = variables()
+        env = variables(**WITHOUT_TORCH)
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=env, start_new_session=True
         )
@@ -358,6 +359,6 @@ SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, a
 def test_runner_alone_shortens_waits_of_main_loop(entry, waits):
     """After it has sent a batch, an environment that has a `path` looks again soon."""
     command = [sys.executable, "-c", LOOKS, entry]
-    env = variables()
+    env = variables(**WITHOUT_TORCH)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == f"{waits}\n"

@@ -1,11 +1,11 @@
 """Flags of vLLM that are known from its source, against vLLM's own parser."""
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
+from tests.forge import SERVER
 from trl_atropos.server.vllm_flags import known_flags, unknown_flags
 
 PARSER = """
@@ -24,11 +24,12 @@ print("FLAGS" + json.dumps([flag for flag in flags if flag.startswith("--")]))
 
 
 @pytest.mark.slow(20)
-def test_every_flag_of_vllm_is_known():
-    done = subprocess.run(
-        [sys.executable, "-c", PARSER], capture_output=True, text=True, timeout=300, check=True
-    )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FLAGS"))
+def test_every_flag_of_vllm_is_known(tmp_path):
+    (tmp_path / "flags_of_vllm.py").write_text(PARSER)
+    log = tmp_path / "log"
+    process = SERVER.fork(["-m", "flags_of_vllm"], os.environ, log, tmp_path)
+    assert process.wait(300) == 0, log.read_text()
+    line = next(line for line in log.read_text().splitlines() if line.startswith("FLAGS"))
     flags = json.loads(line.removeprefix("FLAGS"))
     assert len(flags) > 200
     assert unknown_flags([flag for flag in flags if flag != "--help"], "colocate") == {}

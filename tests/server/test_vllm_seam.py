@@ -4,8 +4,7 @@ source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the
 server tell whether it still fits.
 """
 
-import subprocess
-import sys
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from tests.forge import SERVER
 from tests.house.seam import Names, what_moved
 from tests.server import vllm_seam
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
@@ -242,12 +242,13 @@ def models(tmp_path_factory) -> list[str]:
 def test_layers_compute_in_place_or_are_refused(models, tmp_path):
     """If vLLM kept layers in classes that are not looked for, it would sample from the first
     weights for ever."""
-    command = [sys.executable, "-c", LOADS, str(tmp_path), *models]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "layers_of_vllm.py").write_text(LOADS)
+    log = tmp_path / "log"
+    command = ["-m", "layers_of_vllm", str(tmp_path), *models]
+    assert SERVER.fork(command, os.environ, log, tmp_path).wait(600) == 0, log.read_text()[-3000:]
     told = [
         line.split(maxsplit=3)
-        for line in done.stdout.splitlines()
+        for line in log.read_text().splitlines()
         if line.startswith(("found", "moved"))
     ]
     assert [line[1:] for line in told if line[0] == "found"] == [

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.requests import Request
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.forge import WITHOUT_TORCH
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, train
 from trl_atropos.environment_entry import EvaluationSpec
@@ -95,7 +96,9 @@ def evaluator(
                 "output_dir": str(tmp_path / "run"),
                 "max_steps": 100,
                 "use_cpu": True,
-                "evaluations": [{"path": ENVIRONMENT, **entry} for entry in entries],
+                "evaluations": [
+                    {"path": ENVIRONMENT, "env": WITHOUT_TORCH, **entry} for entry in entries
+                ],
             }
         )
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forge import FORKED_ENGINES
+from tests.forge import FORKED_ENGINES, WITHOUT_TORCH
 from tests.launching import Run, make_model
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
@@ -232,7 +232,7 @@ class Loop:
             "4",
             *flags,
         ]
-        env = EnvironmentSpec(path=PLAIN_ENVIRONMENT).variables()
+        env = EnvironmentSpec(path=PLAIN_ENVIRONMENT, env=WITHOUT_TORCH).variables()
         self.services.start(f"environment-{name}", command, env=env, restarts=3, settled=SETTLED)
 
     def pull(self, batches: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forge import WITHOUT_TORCH
 from tests.launching import ROOT
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.services.manager import Service, Services
@@ -27,7 +28,7 @@ def line_of(way: str) -> int:
 
 
 def start_hanging(services: Services, ways: list[str], model: Path, folder: Path) -> Service:
-    spec = EnvironmentSpec(path=ENVIRONMENT)
+    spec = EnvironmentSpec(path=ENVIRONMENT, env=WITHOUT_TORCH)
     nobody = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model_name": "none"}
     env = {
         "ways": ways,

@@ -1,6 +1,6 @@
 """Model families made tiny on the spot, and what happens when each is trained against vLLM.
 
-python -m tests.weights.architectures [FAMILY ...] [--rows FILE] [--write
+python -m tests.weights.architectures [FAMILY[/DTYPE] ...] [--rows FILE] [--write
 trl_atropos/weights/ARCHITECTURES.md]
 
 Every row gets a process of its own with a whole vLLM engine in it. A trainer with default settings
@@ -10,6 +10,7 @@ already are not made again, so that a run can go on where it was cut.
 """
 
 import argparse
+import importlib
 import json
 import logging
 import multiprocessing
@@ -478,13 +479,12 @@ def _in_short(error: Exception) -> str:
 
 
 def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
-    """Checks families in dtypes, each in a process that is forked from one that has imported
-    everything."""
+    """Checks families in dtypes, each in a process that is forked from this one, which imports
+    everything and computes nothing."""
     os.environ.update(ENVIRONMENT)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.weights.architectures", "tests.weights.engine", "trl_atropos.trainer"]
-    )
+    for name in ("tests.weights.engine", "trl_atropos.trainer"):
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(_in_own_process, context, *one) for one in wanted]):
             yield done.result()
@@ -568,9 +568,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "families", nargs="*", default=list(FAMILIES), help="names of the table's first column"
-    )
+    help_text = "names of the table's first column, or NAME/DTYPE for one of the dtypes"
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), help=help_text)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--workers", type=int, default=1, help="rows at the same time")
     parser.add_argument(
@@ -579,7 +578,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file for the table")
     options = parser.parse_args()
     found = read_rows(options.rows)
-    wanted = [(name, dtype) for dtype in options.dtypes for name in options.families]
+    wanted = []
+    for word in options.families:
+        name, _, dtype = word.partition("/")
+        wanted += [(name, each) for each in ([dtype] if dtype else options.dtypes)]
     for row in rows([one for one in wanted if one not in found], options.workers):
         found[row.family, row.dtype] = row
         for mode, outcome in row.modes.items():

@@ -3,16 +3,14 @@ vLLM's loader does."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from tests.launching import ROOT
+from tests.forge import SERVER
 from tests.server_process import running_server
-from tests.weights.architectures import FAMILIES, Row, read_rows
+from tests.weights.architectures import ENVIRONMENT, FAMILIES, Row, read_rows
 from tests.weights.architectures import make_model as save_family
 from tests.weights.live import snapshot
 from tests.weights.trainers import make_publisher, make_trainer
@@ -33,24 +31,13 @@ CHECKED = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[tuple[str, str], Row]:
-    """Found by the command that makes the table: its processes fork from one that nothing else
-    uses."""
-    path = tmp_path_factory.mktemp("architectures") / "rows.jsonl"
-    for families, dtype in ((CHECKED, "float32"), (["GLM-4-MoE"], "bfloat16")):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.weights.architectures",
-            *families,
-            "--dtypes",
-            dtype,
-            "--rows",
-            path,
-        ]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    """Found by the command that makes the table."""
+    folder = tmp_path_factory.mktemp("architectures")
+    path, log = folder / "rows.jsonl", folder / "log"
+    command = ["-m", "tests.weights.architectures", *CHECKED, "GLM-4-MoE/bfloat16"]
+    command += ["--dtypes", "float32", "--rows", str(path)]
+    process = SERVER.fork(command, os.environ | ENVIRONMENT, log)
+    assert process.wait(1700) == 0, log.read_text()[-3000:]
     return read_rows(path)
 
 

@@ -6,13 +6,12 @@ one of those trainers' processes.
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.forge import TRL, Forge
 from tests.rollout_factory import make_group, make_trainer, record, uniform_batch
 from tests.server_process import free_port
 from tests.weights.hub_server import Recorded, running_hub
@@ -60,20 +60,41 @@ def hub() -> Iterator[ThreadingHTTPServer]:
         yield server
 
 
-def run(hub: ThreadingHTTPServer, folder: Path, *arguments: str) -> str:
-    """Runs a Python with this Hub, which must succeed. Returns what it wrote to stderr."""
-    done = ended(hub, folder, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+@dataclass
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    code: int
+    output: str
 
 
-def ended(hub: ThreadingHTTPServer, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    home = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    env = os.environ | home | {"HF_ENDPOINT": hub.url}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600
-    )
+@dataclass
+class Programs:
+    """Runs programs that push to a Hub, as forks of a process that has imported everything with
+    that Hub: huggingface_hub reads `HF_ENDPOINT` on import."""
+
+    variables: dict[str, str]
+    forge: Forge
+
+    def run(self, folder: Path, module: str, *arguments: str) -> Ended:
+        log = folder / "output"
+        process = self.forge.fork(["-m", module, *arguments], os.environ | self.variables, log)
+        return Ended(process.wait(600), log.read_text())
+
+
+@contextmanager
+def programs_of(url: str, home: Path) -> Iterator[Programs]:
+    variables = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    variables["HF_ENDPOINT"] = url
+    forge = Forge(TRL, variables)
+    yield Programs(variables, forge)
+    forge.close()
+
+
+@pytest.fixture(scope="module")
+def programs(hub, tmp_path_factory) -> Iterator[Programs]:
+    with programs_of(hub.url, tmp_path_factory.mktemp("home")) as programs:
+        yield programs
 
 
 # ------------------------------------------------------------------------------- from Python's side
@@ -83,18 +104,19 @@ def ended(hub: ThreadingHTTPServer, folder: Path, *arguments: str) -> subprocess
 class Pushed:
     hub: Recorded
     folder: Path
-    stderr: str
+    output: str
 
     def trained(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "trained.safetensors")
 
 
 @pytest.fixture(scope="module")
-def pushed(tiny_model, hub, tmp_path_factory) -> Pushed:
+def pushed(tiny_model, hub, programs, tmp_path_factory) -> Pushed:
     """One run for each way to push. The name of its repository is that of its folder."""
     folder = tmp_path_factory.mktemp("pushed")
-    stderr = run(hub, folder, "-m", "tests.weights.test_hub", str(tiny_model), str(folder))
-    return Pushed(hub.recorded, folder, stderr)
+    ended = programs.run(folder, "tests.weights.test_hub", str(tiny_model), str(folder))
+    assert ended.code == 0, ended.output[-3000:]
+    return Pushed(hub.recorded, folder, ended.output)
 
 
 def main(model: Path, folder: Path) -> None:
@@ -245,7 +267,7 @@ def test_rollouts_logs_and_secrets_stay_local(pushed):
 
 
 def test_failed_push_in_training_only_warns(pushed):
-    failed = [line for line in pushed.stderr.splitlines() if "A push to the Hub failed (" in line]
+    failed = [line for line in pushed.output.splitlines() if "A push to the Hub failed (" in line]
     assert len(failed) == STEPS
     assert "403" in failed[0] and "the next save pushes again" in failed[0]
     assert [commit.title for commit in pushed.hub.of("me/closed")] == ["End of training"]
@@ -337,9 +359,7 @@ def test_card_tells_nothing_of_machine(pushed, tiny_model):
 # --------------------------------------------------------------------------------- from the command
 
 
-def start(
-    hub: ThreadingHTTPServer, model: Path, folder: Path, repository: str
-) -> subprocess.CompletedProcess:
+def start(programs: Programs, model: Path, folder: Path, repository: str) -> Ended:
     """Runs the main job on a recording, with a push at its end."""
     recording = record(folder / "recorded.jsonl", uniform_batch(model, 4, 2, 0))
     recipe = {
@@ -355,12 +375,12 @@ def start(
         "hub_token": TOKEN,
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # which is YAML, too
-    return ended(hub, folder, "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml"))
+    return programs.run(folder, "trl_atropos.train", "--config", str(folder / "recipe.yaml"))
 
 
-def test_recipe_pushes_with_one_field(tiny_model, hub, tmp_path):
-    done = start(hub, tiny_model, tmp_path, "me/recipe")
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_recipe_pushes_with_one_field(tiny_model, hub, programs, tmp_path):
+    done = start(programs, tiny_model, tmp_path, "me/recipe")
+    assert done.code == 0, done.output[-3000:]
     files = hub.recorded.files("me/recipe")
     assert files["model.safetensors"] == (tmp_path / "run" / "model.safetensors").read_bytes()
     assert "1 of 1 steps" in files["README.md"].decode()
@@ -368,28 +388,28 @@ def test_recipe_pushes_with_one_field(tiny_model, hub, tmp_path):
     assert not [path for path, content in files.items() if TOKEN.encode() in content]
 
 
-def test_failed_last_push_keeps_model_and_summary(tiny_model, hub, tmp_path):
-    done = start(hub, tiny_model, tmp_path, "me/shut")
-    assert done.returncode == 1
-    assert "Reward curve: " in done.stdout and (tmp_path / "run" / "summary.json").exists()
-    message = done.stderr.partition("trl_atropos: error: ")[2]
+def test_failed_last_push_keeps_model_and_summary(tiny_model, hub, programs, tmp_path):
+    done = start(programs, tiny_model, tmp_path, "me/shut")
+    assert done.code == 1
+    assert "Reward curve: " in done.output and (tmp_path / "run" / "summary.json").exists()
+    message = done.output.partition("trl_atropos: error: ")[2]
     assert (
         f"The model is saved in {tmp_path}/run, but its push to the Hub as me/shut failed ("
         in message
     )
-    assert "403" in message and "Traceback" not in done.stderr
+    assert "403" in message and "Traceback" not in done.output
     assert (tmp_path / "run" / "model.safetensors").exists() and hub.recorded.of("me/shut") == []
 
 
 def test_unreachable_hub_ends_run_before_training(tiny_model, tmp_path):
-    nowhere = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
-    done = start(nowhere, tiny_model, tmp_path, "me/nowhere")
-    assert done.returncode == 1
+    with programs_of(f"http://127.0.0.1:{free_port()}", tmp_path / "home") as programs:
+        done = start(programs, tiny_model, tmp_path, "me/nowhere")
+    assert done.code == 1
     assert (
         "error: The Hub did not take or confirm the repository me/nowhere for `push_to_hub` "
-        "(Connect" in done.stderr
+        "(Connect" in done.output
     )
-    assert "`push_to_hub: false`" in done.stderr and "Traceback" not in done.stderr
+    assert "`push_to_hub: false`" in done.output and "Traceback" not in done.output
     assert not (tmp_path / "run" / "run_log.jsonl").exists()
 
 

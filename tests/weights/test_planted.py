@@ -1,12 +1,13 @@
 """Faults inside a server are not taken for rounding, and a healthy run beside them goes on."""
 
 import json
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.forge import SERVER
+from tests.weights.architectures import ENVIRONMENT
 from tests.weights.planted import BIAS, REPLACED
 
 pytestmark = pytest.mark.slow(60)
@@ -26,19 +27,18 @@ STOPPED = {
 }
 
 
-def plant(*arguments: str) -> dict[str, dict[str, str]]:
-    command = [sys.executable, "-m", "tests.weights.planted", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+def plant(folder: Path, family: str, dtype: str) -> dict[str, dict[str, str]]:
+    log = folder / "log"
+    command = ["-m", "tests.weights.planted", family, dtype]
+    process = SERVER.fork(command, os.environ | ENVIRONMENT, log)
+    assert process.wait(600) == 0, log.read_text()[-3000:]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("found ")]
     return json.loads(line.removeprefix("found "))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, str]]:
-    return plant("Qwen3", "bfloat16")
+def found(tmp_path_factory) -> dict[str, dict[str, str]]:
+    return plant(tmp_path_factory.mktemp("planted"), "Qwen3", "bfloat16")
 
 
 @pytest.mark.parametrize(("mode", "fault"), STOPPED)
@@ -54,8 +54,8 @@ def test_healthy_bfloat16_run_goes_on_beside_faults(found, mode):
     assert found[mode]["limit"] == "0.1" and found[mode]["complete"] == "True"
 
 
-def test_checkpoint_buffer_is_compared_too():
-    found = plant("GLM-4-MoE", "float32")["server"]
+def test_checkpoint_buffer_is_compared_too(tmp_path):
+    found = plant(tmp_path, "GLM-4-MoE", "float32")["server"]
     healthy = {name: told for name, told in found.items() if name.startswith("nothing")}
     assert set(healthy.values()) == {""} and found["complete"] == "True"
     assert found["a router's bias is another"].startswith("FingerprintError")
