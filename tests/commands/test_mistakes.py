@@ -129,6 +129,19 @@ def death_of(process: Process, folder: Path) -> str:
     return str(death.value)
 
 
+@pytest.mark.parametrize("name", LOST)
+def test_mistake_that_atropos_hides_is_in_its_log(name, processes):
+    process = processes[name]
+    log = EnvironmentLog(process.log)
+    deadline = time.monotonic() + WAIT
+    while not log.read().failures:
+        assert time.monotonic() < deadline, process.log.read_text()
+        assert process.forked.poll() is None, process.log.read_text()
+        time.sleep(0.1)
+    os.killpg(process.forked.pid, signal.SIGKILL)  # it would fail on and on
+    process.requires(log.undelivered()[0])
+
+
 @pytest.mark.parametrize("name", FATAL)
 def test_mistake_that_ends_environment_is_named(name, processes, tmp_path):
     process = processes[name]
@@ -146,34 +159,23 @@ def test_mistake_in_group_is_shown_by_try(name, processes):
     process.requires(str(refused.value))
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_mistake_that_atropos_hides_is_in_its_log(name, processes):
-    process = processes[name]
-    log = EnvironmentLog(process.log)
-    deadline = time.monotonic() + WAIT
-    while not log.read().failures:
-        assert time.monotonic() < deadline, process.log.read_text()
-        assert process.forked.poll() is None, process.log.read_text()
-        time.sleep(0.1)
-    os.killpg(process.forked.pid, signal.SIGKILL)  # it would fail on and on
-    process.requires(log.undelivered()[0])
-
-
 @pytest.fixture
 def desk(tiny_model, tmp_path, monkeypatch) -> Iterator[Desk]:
     monkeypatch.setenv("COLUMNS", "400")  # no sentence is broken into lines
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with handlers():
         yield Desk(tmp_path, tiny_model, monkeypatch)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("name", TYPED)
 def test_typed_mistake_is_answered(name, desk, capsys):
     typed = TYPED[name]
-    typed.plant(desk)
-    with pytest.raises(SystemExit) as ended:
-        cli._run(typed.words.split())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        typed.plant(desk)
+        with pytest.raises(SystemExit) as ended:
+            cli._run(typed.words.split())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # pytest may write to a file itself
     output = "".join(capsys.readouterr())
     code = ended.value.code
     if isinstance(code, str):  # which Python prints
