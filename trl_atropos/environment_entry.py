@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
@@ -212,8 +213,10 @@ class EvaluationSpec(EnvironmentSpec):
                 "`config`"
             )
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                "at temperature 0 all samples of a problem are the same: set `samples: 1`"
+            raise PydanticCustomError(
+                "greedy",
+                "at temperature 0 all samples of a problem are the same",
+                {"fix": "Set `samples: 1`, or a `temperature` above 0."},
             )
         return self
 
@@ -235,13 +238,14 @@ def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
         try:
             parsed.append(kind.model_validate(entry))
         except ValidationError as error:
-            what = f"`{setting}` entry {number}: {_first_mistake(error)}"
+            message, fix = _first_mistake(error)
+            what = f"`{setting}` entry {number}: {message}"
             keys = ", ".join(f"`{name}`" for name in kind.model_fields)
-            fix = (
+            usual_fix = (
                 "An entry is the path of a script, or has `path` or `command`. It may have: "
                 f"{keys}."
             )
-            raise RecipeError(what, str(entry), fix, code) from error
+            raise RecipeError(what, str(entry), fix or usual_fix, code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         seen = ", ".join(names)
@@ -250,11 +254,13 @@ def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
     return parsed
 
 
-def _first_mistake(error: ValidationError) -> str:
-    """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`."""
+def _first_mistake(error: ValidationError) -> tuple[str, str]:
+    """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`, and
+    its fix if it has one of its own."""
     mistake, *_ = error.errors()
     message = mistake["msg"].removeprefix("Value error, ")
-    return ": ".join([*map(str, mistake["loc"]), message])
+    fix = mistake.get("ctx", {}).get("fix", "")
+    return ": ".join([*map(str, mistake["loc"]), message]), fix
 
 
 def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
@@ -274,12 +280,16 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
         fix = "Correct its `command`, such as `{python} path/to/script.py`."
         if spec.path is not None:
             fix = "Correct its `python`."
+        if os.path.isdir(place):
+            what = f"{who}: {program!r} is a folder, and no program to run"
+            python = os.path.join(program, "bin", "python")
+            fix = f"If it is a virtual environment, name its Python: {python}."
+        elif os.path.isfile(place):
+            what = f"{who}: you may not execute {program!r}"
+            fix = f"Run `chmod +x {place}`, or name another program."
         raise RecipeError(what, program, fix, "environment-program")
     if spec.path is not None:
-        if not spec.script.is_file():
-            what = f"{who}: there is no script {spec.path!r}"
-            fix = "Correct its `path` or `cwd`."
-            raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
+        _require_script(who, spec)
         return
     if spec.servers is None:
         return
@@ -291,3 +301,22 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
             )
             fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
             raise RecipeError(what, flag, fix, "environment-command")
+
+
+def _require_script(who: str, spec: EnvironmentSpec) -> None:
+    """Raises `RecipeError` if the script of an entry cannot be read."""
+    seen = f"path: {spec.path}"
+    script = spec.script
+    if script.is_dir():
+        what = f"{who}: {spec.path!r} is a folder, not a script"
+        fix = "Name the script in it"
+        scripts = sorted(script.glob("*.py"))
+        if scripts:
+            fix += f", such as `path: {Path(spec.path, scripts[0].name)}`"
+        raise RecipeError(what, seen, f"{fix}.", "environment-script")
+    if not script.is_file():
+        what = f"{who}: there is no script {spec.path!r}"
+        raise RecipeError(what, seen, "Correct its `path` or `cwd`.", "environment-script")
+    if not os.access(script, os.R_OK):
+        what = f"{who}: you may not read its script {spec.path!r}"
+        raise RecipeError(what, seen, f"Run `chmod +r {script}`.", "environment-script")

@@ -2,6 +2,9 @@
 `trl-atropos check` lists them as its findings. Any other exception is a bug and keeps its
 traceback."""
 
+import textwrap
+
+LONGEST_REASON = 250  # characters
 ERROR = "error"
 WARNING = "warning"
 
@@ -100,3 +103,11 @@ class EvaluationError(AtroposTrainingError):
 
 class SaveError(AtroposTrainingError):
     """A checkpoint could not be written to disk."""
+
+
+def reason_of(error: object) -> str:
+    """Returns the text of a library's error as one line without a full stop: its first two
+    sentences. The first alone often only names a file, as in "Unrecognized model in FOLDER."."""
+    sentences = " ".join(str(error).split()).split(". ")
+    text = ". ".join(sentences[:2])
+    return textwrap.shorten(text, LONGEST_REASON, placeholder=" ...").rstrip(".")

@@ -60,7 +60,8 @@ class ServicesConfig:
             `cwd`, `python` and `servers`. A command may have {python}, {model}, {atropos_url},
             {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}. An environment that ends
             (or the Atropos API of the run) is started again, up to 3 times in an hour. One that
-            ends within 30 seconds of its start ends the run.
+            ends within 30 seconds of its start, or before it has ever registered at the API, ends
+            the run.
         evaluations (`list[dict]`, *optional*):
             Environments to evaluate the policy with, beside the training (in the recipe file only):
             entries like those of `environments` with a `path`, and optionally `problems` (how many
@@ -309,8 +310,20 @@ class _Parser(TrlParser):
         return super().set_defaults_with_config(**(recipe | self.overlaid))
 
     def error(self, message: str) -> None:
-        message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
-        raise RecipeError(message.rstrip("."), fix=HELP)
+        message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message).rstrip(".")
+        raise RecipeError(message, _seen_by_parser(message), HELP)
+
+
+def _seen_by_parser(message: str) -> str:
+    """Returns the setting and value of an error of the parser, such as `max_steps: many` for
+    "`max_steps`: invalid int value: 'many'". Returns the message if it quotes none."""
+    setting = re.match(r"`(\w+)`", message)
+    value = re.search(r"(?:value|choice): '(.*?)'", message)
+    if setting is None:
+        return message
+    if value is None:
+        return setting[1]
+    return f"{setting[1]}: {value[1]}"
 
 
 def parse(argv: list[str]) -> Recipe:
@@ -464,6 +477,8 @@ def _load(path: str, flag: str) -> dict[str, Any]:
     fix = f"Check `{flag}`."
     if not os.path.isfile(path):
         what = f"The {kind} {path!r} does not exist (looked in {os.getcwd()})"
+        if os.path.isdir(path):
+            what = f"The {kind} {path!r} is a folder, not a YAML file"
         raise RecipeError(what, path, fix, "no-recipe")
     try:
         content = read_yaml(path)

@@ -126,7 +126,14 @@ def _check_group_size(recipe: "Recipe", spec: EnvironmentSpec) -> None:
     """Raises `RecipeError` if the groups of an environment do not fill a generation batch."""
     size = recipe.stated_number(spec, "group_size")
     batch = recipe.training.generation_batch_size
-    if not size or batch % size == 0:
+    if size is None:
+        return
+    seen = f"group_size: {size:g}, a generation batch of {batch} rollouts"
+    if size < 1 or size % 1:
+        what = f"Environment {spec.name!r} has groups of {size:g} rollouts"
+        fix = f"Set its `group_size` to a whole number that divides {batch}."
+        raise RecipeError(what, seen, fix, "group-size")
+    if batch % size == 0:
         return
     if size < batch:
         problem = (
@@ -141,7 +148,6 @@ def _check_group_size(recipe: "Recipe", spec: EnvironmentSpec) -> None:
             "group size."
         )
     what = f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, {problem}"
-    seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
     raise RecipeError(what, seen, fix, "group-size")
 
 

@@ -581,10 +581,16 @@ MISTAKES = {
         "`samples` goes with `problems`",
         "'samples': 3",
     ),
-    "an evaluation with several greedy samples": wrong_evaluation(
-        {"path": "environment.py", "problems": 3, "temperature": 0, "samples": 2},
-        "at temperature 0 all samples of a problem are the same: set `samples: 1`",
+    "an evaluation with several greedy samples": Mistake(
+        {
+            "evaluations": [
+                {"path": "environment.py", "problems": 3, "temperature": 0, "samples": 2}
+            ]
+        },
+        "`evaluations` entry 1: at temperature 0 all samples of a problem are the same",
         "'temperature': 0",
+        "Set `samples: 1`, or a `temperature` above 0.",
+        "evaluation-entry",
     ),
     "an evaluation by a command": wrong_evaluation(
         {"name": "task", "command": "python x.py"},

@@ -5,6 +5,7 @@ server tell whether it still fits.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 

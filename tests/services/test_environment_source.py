@@ -162,6 +162,6 @@ def test_unknown_setting_ends_environment_with_hint(script, tmp_path):
     result = ran(script, "--config", str(config))
     assert result.returncode == 1
     assert (
-        "error: Env has no setting `max_new_token` (under `config:` in the recipe). Did you mean "
+        "environment: Env has no setting `max_new_token` (under `config:` in the recipe). Did you mean "
         "`max_new_tokens`?" in result.stderr
     )

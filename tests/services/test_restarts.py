@@ -141,6 +141,25 @@ def test_service_failing_at_start_is_not_restarted(services):
         services.check()
 
 
+@pytest.mark.parametrize(("word", "comes_back"), [("starting", False), ("registered", True)])
+def test_environment_that_never_registered_is_not_restarted(word, comes_back, services):
+    """However long it lived: its set-up would fail again."""
+    program = f"""
+import os, sys, time
+open(os.environ["TRL_ATROPOS_STAGE"], "w").write({word!r})
+time.sleep({2 * SETTLED})
+sys.exit("no data found")
+"""
+    command = [sys.executable, "-c", program]
+    options = {"restarts": 1, "settled": SETTLED, "scratch": True}
+    service = services.start("environment-one", command, **options)
+    service.guard.wait(SOON)
+    log = service.log_path.read_text()
+    assert ("starting it again" in log) is comes_back
+    assert log.count("\nno data found") == 1 + comes_back
+    assert ("ended before it had ever registered" in log) is not comes_back
+
+
 def test_stop_during_restart_wait_starts_nothing(services):
     start(services, "environment-one", FOREVER, restarts=3)
     services.watch(lambda error: None)

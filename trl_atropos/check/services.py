@@ -474,13 +474,13 @@ def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
                 "advantage) or `zero`."
             )
             yield _finding(spec, what, seen, fix, "group-of-one")
-    largest = int(max(sizes.values(), default=1))
-    if any(largest % int(size) for size in sizes.values()):  # api/utils.py:59
+    largest = max(sizes.values(), default=1)
+    if any(largest % size for size in sizes.values()):  # api/utils.py:59
         what = (
             "The Atropos API waits for ever to fill small groups up to the size of the largest, "
             "which these cannot"
         )
-        seen = ", ".join(f"{name}: group_size {int(size)}" for name, size in sizes.items())
+        seen = ", ".join(f"{name}: group_size {size:g}" for name, size in sizes.items())
         fix = "Make every group size divide the largest one."
         yield Finding(what, seen, fix, "mixed-group-sizes")
 

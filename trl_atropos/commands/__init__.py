@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,6 +218,8 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         )
         fix = "Start a server on it, and leave `--checkpoint` out."
         raise EvaluationError(what, f"checkpoint: {checkpoint}", fix)
+    if checkpoint is not None:
+        _require_model(checkpoint)
     model = checkpoint or recipe.model.model_name_or_path
     step = step_of(checkpoint)
     name = os.path.basename(os.path.abspath(model))  # also of "." or ".."
@@ -248,6 +251,24 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
                 sys.stdout.flush()
             time.sleep(POLL)
     sys.stdout.write(f"Answers and results: {folder}\n")
+
+
+def _require_model(checkpoint: str) -> None:
+    """Raises `EvaluationError` for a checkpoint that no server could load, before one is
+    started."""
+    seen = f"--checkpoint {checkpoint}"
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        what = f"There is no checkpoint {checkpoint!r} (looked in {os.getcwd()})"
+        raise EvaluationError(what, seen, "Name the folder of one.", "checkpoint")
+    configs = [folder / "config.json", folder / "adapter_config.json"]
+    if not any(config.is_file() for config in configs):
+        what = f"The folder {checkpoint!r} holds neither a model nor an adapter"
+        fix = "Name a checkpoint: a folder with a config.json or an adapter_config.json in it."
+        inner = sorted(folder.glob("checkpoint-*"))
+        if inner:
+            fix += f" It has {inner[-1]}."
+        raise EvaluationError(what, seen, fix, "checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------- try
@@ -319,13 +340,14 @@ def init(words: list[str]) -> None:
             f"trl-atropos init: the folder {name} cannot be made ({error.strerror}). Name another "
             "one."
         )
-    template = RECIPES / "own_environment"
-    files = [template / "environment.py", *template.glob("*.yaml")]
-    files.append(RECIPES / "quickstart" / "make_model.py")
-    for path in files:
-        text = _renamed(path.read_text(encoding="utf-8"), name)
-        (folder / path.name).write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
+    try:
+        _write_template(folder, name)
+    except OSError as error:
+        shutil.rmtree(folder)
+        sys.exit(
+            f"trl-atropos init: the folder {name} cannot be filled ({error.strerror}), and is "
+            "removed again. Make room, or name a folder on another disk."
+        )
     command = [sys.executable, folder / "make_model.py", folder / "model"]
     with activity("Making a tiny model"):
         process = subprocess.run(command, capture_output=True, text=True)
@@ -333,6 +355,17 @@ def init(words: list[str]) -> None:
         sys.exit(f"trl-atropos init: the model could not be made:\n{process.stderr}")
     content = ", ".join(sorted(os.listdir(folder)))
     sys.stdout.write(f"Wrote {name}/: {content}.\nNext: read {name}/README.md\n")
+
+
+def _write_template(folder: Path, name: str) -> None:
+    """Writes the files of the template. Raises `OSError` if the disk does not take them."""
+    template = RECIPES / "own_environment"
+    files = [template / "environment.py", *template.glob("*.yaml")]
+    files.append(RECIPES / "quickstart" / "make_model.py")
+    for path in files:
+        text = _renamed(path.read_text(encoding="utf-8"), name)
+        (folder / path.name).write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
 
 
 def _renamed(text: str, name: str) -> str:

@@ -36,7 +36,7 @@ from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
-from trl_atropos.services.service_log import tail
+from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
 from trl_atropos.train import start_services
 
@@ -71,7 +71,9 @@ def main(launcher: list[str], settings: list[str]) -> None:
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
             # they load while the server starts
             started = [_start(recipe, spec, services) for spec in specs]
-            start_services(recipe, services)
+            start_services(recipe, services)  # raises if one of them ends before the server is up
+            for service in started:
+                service.ends = True
             _require_servers(recipe)
             good = []
             for spec, service in zip(specs, started, strict=True):
@@ -86,9 +88,12 @@ def _launch_of(launcher: list[str]) -> Launch:
     flags = {}
     for flag, value in stated_flags(launcher).items():
         flags[flag.lstrip("-").replace("-", "_")] = value
-    return Launch(
-        config_file=flags.get("config_file"), num_processes=int(flags.get("num_processes") or 0)
-    )
+    processes = flags.get("num_processes") or "0"
+    if not processes.isdigit():
+        seen = f"--num_processes {processes}"
+        what = "`--num_processes` is no whole number"
+        raise AtroposTrainingError(what, seen, "Say how many processes will train.")
+    return Launch(config_file=flags.get("config_file"), num_processes=int(processes))
 
 
 def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Service) -> bool:
@@ -145,9 +150,7 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(result)}
     config = recipe.write_environment_file(spec)
     command = [*spec.groups_command("process", recipe.placeholders()), "--config", str(config)]
-    return services.start(
-        name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd, ends=True
-    )
+    return services.start(name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd)
 
 
 def _ask(
@@ -194,12 +197,13 @@ def _shown(
         text = tail(log)
         traceback = text[max(0, text.find("Traceback (most recent")) :]
         yield from ("", *traceback.splitlines(), "")
-        what = f"Environment {spec.name!r} ended before its first group, with what is above."
-        raise RolloutError(what)
+        what = f"Environment {spec.name!r} ended before its first group{cause_of_end(log)}"
+        raise RolloutError(what, fix=f"Its log: {log}.")
     if "error" in line:
         yield from ("", *line["traceback"].splitlines(), "")
         place = line["place"].replace(f"{os.getcwd()}{os.sep}", "")
-        raise RolloutError(f"Environment {spec.name!r} failed: {line['error']} ({place}).")
+        what = f"Environment {spec.name!r} failed: {line['error']} ({place})"
+        raise RolloutError(what, fix="Correct it there.")
     if not line["groups"]:
         reason = _version_book(recipe).refusals() or (
             "Its `collect_trajectories` or `postprocess_histories` returned nothing for the "

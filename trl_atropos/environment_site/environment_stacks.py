@@ -37,6 +37,7 @@ def install():
         return  # Python sets handlers in the main thread only
     if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         return
+    faulthandler.enable()  # a crash of the interpreter shows where it was
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, str(os.getpid()))
     _answers = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives

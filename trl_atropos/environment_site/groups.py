@@ -26,9 +26,16 @@ import os
 import sys
 import traceback
 
-import environment_stacks
-from run import carry_fields, make_rewards_plain, refuse_unknown_settings, run_script
-from sitecustomize import describe, place_of
+from environment_contract import check_groups
+from environment_words import describe, place_of
+from run import (
+    begin,
+    carry_fields,
+    check_environment,
+    import_base,
+    make_rewards_plain,
+    run_script,
+)
 
 GO = os.environ.get("TRL_ATROPOS_GO")
 POLL = 0.02  # seconds
@@ -94,10 +101,10 @@ async def collect_groups(env, item):
     groups = await env.postprocess_histories(collected)
     if not isinstance(groups, list):
         groups = [groups]
+    check_groups(env, groups)
     groups = [group for group in groups if group]
     for group in groups:
-        if isinstance(group, dict):
-            make_rewards_plain(group)
+        make_rewards_plain(group)
     return groups
 
 
@@ -120,14 +127,13 @@ def write_line(output, index, fields):
 
 
 def main():
-    environment_stacks.install()
-    from atroposlib.envs.base import BaseEnv
-
-    carry_fields(BaseEnv)
-    refuse_unknown_settings(BaseEnv)
-    BaseEnv.process_manager = process_manager
-    BaseEnv._run_evaluate = run_evaluate
-    run_script(sys.argv[1])
+    begin()
+    base = import_base()
+    carry_fields(base)
+    check_environment(base)
+    base.process_manager = process_manager
+    base._run_evaluate = run_evaluate
+    run_script(sys.argv[1], base)
 
 
 if __name__ == "__main__":

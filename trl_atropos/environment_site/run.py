@@ -14,6 +14,8 @@
 - Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that
   is no setting of the environment's class ends the process, with the name that was probably meant.
 - Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
+- What a method returns is checked (`environment_contract.py`), and the log's last line says why the
+  process ends (`environment_words.py`), also if the script only came to its end.
 
 A run starts the entries of `environments` that have a `path` by this file. It runs in the
 environment's Python, as `sitecustomize.py`, whose folder is this one. Standard library and what
@@ -22,13 +24,17 @@ Atropos itself imports only.
 
 import asyncio
 import difflib
+import functools
 import os
 import runpy
 import sys
 import types
 
 import environment_stacks
+import environment_stage
+from environment_contract import check_groups, collect_one, hold
 from environment_site_metrics import plain_number, record_metrics
+from environment_words import explain_exit, say
 
 # Fields of what `collect_trajectory` returns that Atropos does not copy into the group.
 CARRIED = ("inference_logprobs", "distill_token_ids", "distill_logprobs")
@@ -39,6 +45,17 @@ FIRST_SLEEP = 1.5  # seconds
 USUAL_SLEEP = 0.1  # seconds, Atropos' own between two looks at the API
 QUICK_SLEEP = 0.02  # seconds
 QUICK_LOOKS = 4  # after the last group was sent
+
+
+_has_begun = False  # the environment's main loop
+
+
+class Refused(SystemExit):
+    """Ends the process, with a text for the person who started the run."""
+
+    def __init__(self, text):
+        super().__init__(1)
+        say(text)
 
 
 class MainLoopClock:
@@ -73,6 +90,8 @@ def shorten_sleeps(base):
     loop = base.env_manager
 
     async def env_manager(self):
+        global _has_begun
+        _has_begun = True
         names = {**loop.__globals__, "asyncio": MainLoopClock(self)}
         await types.FunctionType(loop.__code__, names)(self)
 
@@ -96,7 +115,7 @@ class _Recorder:
         return self._keep(place, item)
 
     async def _keep(self, place, item):
-        result = await self._env.collect_trajectory(item)
+        result = await collect_one(self._env, item)
         self.items[place] = result[0]
         return result
 
@@ -106,6 +125,7 @@ def carry_fields(base):
     and keep others in the order of the rollouts."""
     collect = base.collect_trajectories
 
+    @functools.wraps(collect)
     async def collect_trajectories(self, item):
         recorder = _Recorder(self)
         group, backlog = await collect(recorder, item)
@@ -153,17 +173,30 @@ def _plain_rewards(rewards):
     return {str(name): plain_number(value) for name, value in rewards.items()}
 
 
-def refuse_unknown_settings(base):
-    """Makes `base.cli` compare the settings that the recipe states with the fields of the
-    environment's class, and end the process at the first that is none."""
+def check_sent_groups(base):
+    """Makes `base` look at each group before it is sent."""
+    send = base.handle_send_to_api
+
+    @functools.wraps(send)
+    async def handle_send_to_api(self, scored_data, *args, **kwargs):
+        check_groups(self, scored_data)
+        return await send(self, scored_data, *args, **kwargs)
+
+    base.handle_send_to_api = handle_send_to_api
+
+
+def check_environment(base):
+    """Makes `base.cli` check the environment's class first: what its methods return, and that it
+    has the settings that the recipe states. The process ends at the first that it has not."""
     cli = base.cli.__func__
 
     def checked_cli(cls):
+        hold(cls, base)
         fields = type(cls.config_init()[0]).model_fields
         for name in stated_names(sys.argv):
             if name not in fields:
-                sys.exit(
-                    f"error: {cls.__name__} has no setting `{name}` (under `config:` in the "
+                raise Refused(
+                    f"{cls.__name__} has no setting `{name}` (under `config:` in the "
                     f"recipe). {_suggestion(name, fields)}"
                 )
         return cli(cls)
@@ -189,24 +222,67 @@ def stated_names(argv):
         return yaml.safe_load(file).get("stated", [])
 
 
-def run_script(script):
-    """Runs a script as if it were started itself."""
+def import_base():
+    """Returns Atropos' `BaseEnv`. Ends the process if its Python has no Atropos."""
+    try:
+        from atroposlib.envs.base import BaseEnv
+    except ModuleNotFoundError as error:
+        if error.name != "atroposlib":
+            raise
+        text = (
+            f"{sys.executable} has no atroposlib. Install it there, or name another Python "
+            "as `python` of the environment's entry"
+        )
+        raise Refused(text) from None
+    return BaseEnv
+
+
+def run_script(script, base):
+    """Runs a script as if it were started itself. The last line of the log says why it has ended,
+    if that was not by an exception."""
     script = os.path.abspath(script)
     sys.argv[:] = [script, *sys.argv[2:]]
     sys.path[0] = os.path.dirname(script)
-    runpy.run_path(script, run_name="__main__")
+    if __name__ in sys.modules and __name__ != "__main__":
+        del sys.modules[__name__]  # the author may have a `run.py`
+    try:
+        names = runpy.run_path(script, run_name="__main__")
+    except Refused:
+        raise
+    except SystemExit as end:
+        explain_exit(end)
+        raise
+    if not _has_begun:
+        raise Refused(_useless(script, names, base))
+
+
+def _useless(script, names, base):
+    """Returns what is wrong with a script that came to its end and has started nothing. `names` are
+    its globals."""
+    text = f"{script} came to its end and started no environment"
+    for name, value in names.items():
+        is_class = isinstance(value, type) and issubclass(value, base) and value is not base
+        if is_class and value.__module__ == "__main__":
+            return f"{text}: write `{name}.cli()` as its last line"
+    return f"{text}: it has no class that descends from Atropos' `BaseEnv`"
 
 
 def main():
-    environment_stacks.install()
-    from atroposlib.envs.base import BaseEnv
+    begin()
+    base = import_base()
+    shorten_sleeps(base)
+    carry_fields(base)
+    send_plain_rewards(base)
+    record_metrics(base)
+    check_sent_groups(base)
+    check_environment(base)
+    run_script(sys.argv[1], base)
 
-    shorten_sleeps(BaseEnv)
-    carry_fields(BaseEnv)
-    send_plain_rewards(BaseEnv)
-    record_metrics(BaseEnv)
-    refuse_unknown_settings(BaseEnv)
-    run_script(sys.argv[1])
+
+def begin():
+    """Makes this process answer where its code stands, and be known as one that has just begun."""
+    environment_stacks.install()
+    environment_stage.begin()
 
 
 if __name__ == "__main__":

@@ -12,19 +12,17 @@ import importlib.util
 import logging
 import os
 import sys
-import sysconfig
-import traceback
+
+from environment_words import describe, explain_end, place_of
 
 ATROPOS = os.path.join("atroposlib", "envs", "base.py")
 SUCCESS = "handle_env: Collected"
-ALWAYS_SHOWN = ("handle_env: No trajectories collected", "Initialized env with id")
-LIBRARY_PATHS = {
-    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
-LIBRARIES = ("<frozen", *LIBRARY_PATHS)
-LONGEST = 200  # characters of an exception's text
+REGISTERED = "Initialized env with id"
+ALWAYS_SHOWN = ("handle_env: No trajectories collected", REGISTERED)
+LOST_TASK = "A task failed that nobody awaits"
 
 _make_record = logging.getLogRecordFactory()
+_show_exception = sys.excepthook
 _known_places = set()
 _succeeded = False  # the environment has collected a group
 
@@ -34,6 +32,8 @@ def _make_explained_record(*args, **kwargs):
     being handled."""
     global _succeeded
     record = _make_record(*args, **kwargs)
+    if record.name == "asyncio" and record.exc_info and record.exc_info[1] is not None:
+        _explain_lost_task(record, record.exc_info[1])
     if not record.pathname.endswith(ATROPOS):
         return record
     _answer_runs()
@@ -44,6 +44,8 @@ def _make_explained_record(*args, **kwargs):
     elif text.startswith(ALWAYS_SHOWN):  # Atropos logs them at levels that may be hidden
         record.levelno = logging.WARNING
         record.levelname = "WARNING"
+        if text.startswith(REGISTERED):
+            _note_registration()
     elif record.levelno >= logging.ERROR and error is not None:
         _explain(record, error)
     return record
@@ -52,9 +54,18 @@ def _make_explained_record(*args, **kwargs):
 def _answer_runs():
     """Makes this process tell where its code stands: it is an environment, and no tool that one
     has started."""
-    import environment_stacks  # here, because every Python below an environment loads this file
+    # here, because every Python below an environment loads this file
+    import environment_stacks
+    import environment_stage
 
     environment_stacks.install()
+    environment_stage.begin()
+
+
+def _note_registration():
+    import environment_stage
+
+    environment_stage.note_registration()
 
 
 def _explain(record, error):
@@ -72,22 +83,17 @@ def _explain(record, error):
         record.exc_info = sys.exc_info()
 
 
-def describe(error):
-    """Returns kind and text of an exception. Of tenacity's `RetryError`, those of the last try."""
-    attempt = getattr(error, "last_attempt", None)
-    if attempt is not None:
-        error = attempt.exception() or error
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:LONGEST]}"
+def _explain_lost_task(record, error):
+    """Makes one line of asyncio's report on an exception that nobody will ever see."""
+    record.msg = f"{LOST_TASK} [{describe(error)}, {place_of(error)}]"
+    record.args = ()
 
 
-def place_of(error):
-    """Returns the innermost line of a traceback that is of no library, as `FILE:LINE in
-    FUNCTION`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    innermost = (own_frames or frames)[-1]
-    return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
+def _show_exception_and_place(kind, error, trace):
+    """Takes the place of `sys.excepthook`. Only an environment's process has imported Atropos."""
+    _show_exception(kind, error, trace)
+    if "atroposlib" in sys.modules:
+        explain_end(error)
 
 
 def _run_hidden_sitecustomize():
@@ -101,4 +107,5 @@ def _run_hidden_sitecustomize():
 
 
 logging.setLogRecordFactory(_make_explained_record)
+sys.excepthook = _show_exception_and_place
 _run_hidden_sitecustomize()

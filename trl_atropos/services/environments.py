@@ -34,11 +34,13 @@ HOPELESS = 32  # failed groups of an environment that has collected none: a mist
 COLLECT_FAILED = "Error in collect_trajectories"
 POSTPROCESS_FAILED = "Scoring exception"
 DELIVERY_FAILED = "Error in handle_send_to_api"
+LOST_TASK = "A task failed that nobody awaits"  # our own, in `sitecustomize.py`
 NOTHING = "handle_env: No trajectories collected"  # after each exception, too
 FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
     POSTPROCESS_FAILED: "failed in `postprocess_histories`",
     DELIVERY_FAILED: "failed to deliver a group, because something in it is missing or wrong",
+    LOST_TASK: "lost a task, which nobody awaited, to an exception",
 }
 DROPS = {
     NOTHING: (

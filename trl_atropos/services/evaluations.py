@@ -44,7 +44,7 @@ from trl_atropos.services.evaluation_results import (
     read_result,
 )
 from trl_atropos.services.manager import Service, Services
-from trl_atropos.services.service_log import tell_work
+from trl_atropos.services.service_log import cause_of_end, tell_work
 from trl_atropos.services.stacks import where_is
 
 if TYPE_CHECKING:
@@ -319,7 +319,9 @@ class Evaluator:
                 what += f": its code is {place}"
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
         if code:
-            what = f"it ended with exit code {code}"
+            service = process.service
+            cause = cause_of_end(service.log_path, service.log_start)
+            what = f"it ended with exit code {code}{cause}"
             raise EvaluationError(what, fix="Correct what the end of its log says.")
         result = Result(
             name=spec.name,

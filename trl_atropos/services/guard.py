@@ -8,8 +8,9 @@ service, SIGKILL `--grace` seconds later, and removes the files in /dev/shm that
 mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
 With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up
-to N times within an hour, unless it lived less than `--settled` seconds. The guard writes to the
-file descriptor `--report` the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
+to N times within an hour, unless it lived less than `--settled` seconds, or the file `--stage` says
+that it has never come further than `starting`. The guard writes to the file descriptor `--report`
+the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
 The folder `--scratch` is removed at the end.
 
 Linux reports the death of the *thread* that started a process: start guards from the main thread.
@@ -39,6 +40,8 @@ POLL = 0.05  # seconds
 RESTART_WINDOW = 3600.0  # seconds within which `--restarts` counts
 FIRST_WAIT = 1.0  # seconds before the first restart; doubles with each within the window
 KILL_DEADLINE = 5.0  # seconds that the kernel may take to tear down what was killed
+
+STARTING = "starting"  # as in `environment_site/environment_stage.py`
 
 EXIT_PARENT_GONE = 125
 EXIT_CANNOT_START = 127
@@ -211,6 +214,9 @@ class Guard:
             may_restart = has_settled and len(restarts) < options.restarts
             if left or self._unwanted() or not may_restart:
                 return code
+            if self._never_registered():
+                _say(f"{program} ended before it had ever registered, and is not started again")
+                return code
             wait = FIRST_WAIT * 2 ** len(restarts)
             restarts.append(now)
             _say(f"{program} ended with exit code {code}; starting it again in {wait:g} s")
@@ -229,6 +235,13 @@ class Guard:
 
     def _unwanted(self) -> bool:
         return self._stop_requested or self._orphaned()
+
+    def _never_registered(self) -> bool:
+        """Returns whether the service is known to have ended in its set-up each time. Only
+        environments that load our `sitecustomize.py` write the file."""
+        with contextlib.suppress(OSError), open(self._options.stage) as file:
+            return file.read() == STARTING
+        return False
 
     def _report(self, line: str) -> None:
         with contextlib.suppress(OSError):  # there is no descriptor, or the parent is gone
@@ -323,6 +336,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--settled", type=float, default=0.0)
     parser.add_argument("--report", type=int, default=-1)
     parser.add_argument("--scratch", default="")
+    parser.add_argument("--stage", default="")
     if "--" not in argv[:-1]:
         parser.error("the command to guard is missing: put it after `--`")
     split = argv.index("--")

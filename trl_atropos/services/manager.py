@@ -34,7 +34,7 @@ from trl_atropos.activity import Pacer, activity
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.environment_metrics import FILE_VARIABLE, metrics_file
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
-from trl_atropos.services.service_log import cause_of_end, end_of, tail, tell_work
+from trl_atropos.services.service_log import cause_of_crash, cause_of_end, end_of, tail, tell_work
 from trl_atropos.services.stacks import FOLDER_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ GRACE = 5.0
 POLL = 0.2  # seconds
 HEALTH_TIMEOUT = 2.0  # seconds for one question whether a service is ready
 SCRATCH = "ta"  # how the names of services' temporary folders begin
+# Variable of the file of one word in which an environment notes how far it has come.
+STAGE_VARIABLE = "TRL_ATROPOS_STAGE"
 
 # variable that NVIDIA's Multi-Process Service and its processes read
 MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
@@ -153,6 +155,9 @@ class Services(contextlib.AbstractContextManager):
             variables["TMPDIR"] = folder
             variables.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernel_folder())
             options += ["--scratch", folder]
+            stage = os.path.join(folder, "stage")
+            variables[STAGE_VARIABLE] = stage
+            options += ["--stage", stage]
         variables.update(env or {})
         with open(log_path, "ab") as log:
             log_start = log.tell()
@@ -197,7 +202,8 @@ class Services(contextlib.AbstractContextManager):
                     f"{name} did not become healthy: {service.health_url} gave no 200 within "
                     f"{timeout:g} s (last: {trouble})"
                 )
-                fix = f"Give it longer if its log shows progress.\n{end_of(service.log_path)}"
+                end = end_of(service.log_path, service.log_start)
+                fix = f"Give it longer if its log shows progress.\n{end}"
                 raise ServiceError(what, fix=fix)
             if pacer.is_due(waited):
                 tell_work(service, f"{name} is starting, {waited:.0f} s")
@@ -348,9 +354,17 @@ def _death_of(service: Service, code: int) -> ServiceError:
     if service.restarts:
         what += f", after {service.restarts} restarts,"
     what += " while the run needs it"
-    if code < 128:  # a signal leaves no time to log a cause
-        what += cause_of_end(service.log_path)
-    fix = f"Fix what its log shows and start the run again.\n{end_of(service.log_path)}"
+    # Most signals leave no time to log a cause.
+    read_cause = cause_of_end if code < 128 else cause_of_crash
+    cause = read_cause(service.log_path, service.log_start)
+    what += cause
+    fix = "Fix what its log shows and start the run again."
+    if code == 0 and not cause:
+        fix = (
+            "It must run until the run stops it: look for a place where its code ends the process, "
+            "such as `os._exit`."
+        )
+    fix += f"\n{end_of(service.log_path, service.log_start)}"
     killed = killed_for_memory() - service.killed_for_memory
     if killed and code == 128 + signal.SIGKILL:
         fix = (

@@ -12,7 +12,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_atropos.errors import reason_of
 from trl_atropos.logging import columns
+from trl_atropos.services.stacks import places_of
 
 if TYPE_CHECKING:
     from trl_atropos.services.manager import Service
@@ -25,10 +27,15 @@ TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500  # characters
 # Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is
 # above them.
-NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
+NOISE = re.compile(
+    r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.|Extension modules: "
+)
 # What vLLM writes before each line of its processes, also of their tracebacks.
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
-ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
+ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S|guard: cannot start ")
+# By which an environment says why it ends, as in `environment_site/environment_words.py`.
+LAST_WORDS = "environment: "
+RESTARTED = re.compile(r"guard: .*; starting it again in ")
 # by vLLM's API server: the engine's own error stands above
 RELAYED = "Engine core initialization failed"
 
@@ -59,40 +66,63 @@ def tell_work(service: "Service", doing: str) -> None:
     logger.info(textwrap.shorten(f"{doing}: {work}", room, placeholder=" …"))
 
 
-def cause_of_end(log_path: Path) -> str:
-    """Returns the error that ended a service: a colon and one sentence, or an empty text."""
+def cause_of_end(log_path: Path, start: int = 0) -> str:
+    """Returns the error that ended a service, whose log begins at byte `start`: a colon and a
+    sentence or two, or an empty text. An environment's own last words win."""
     cause = ""
+    last_words = ""
     is_validation_error = False
-    for line in tail(log_path, SEARCHED_LINES).splitlines():
+    for line in tail(log_path, SEARCHED_LINES, start).splitlines():
         text = VLLM_PREFIX.sub("", line)
         if is_validation_error:
             # The first line of pydantic's error says nothing, the next one does.
             cause = text.strip()
             is_validation_error = False
+        elif RESTARTED.match(text):
+            cause = ""
+            last_words = ""
+        elif text.startswith(LAST_WORDS):
+            last_words = text.removeprefix(LAST_WORDS).replace(f"{os.getcwd()}{os.sep}", "")
         elif ERROR_LINE.match(text) and RELAYED not in text:
             cause = text
             is_validation_error = "validation error" in text
-    if not cause:
+    reason = last_words.rstrip(".") or reason_of(cause)
+    return f": {reason[:TAIL_WIDTH]}" if reason else ""
+
+
+def cause_of_crash(log_path: Path, start: int = 0) -> str:
+    """Returns what Python's `faulthandler` wrote as a service crashed, such as `: Segmentation
+    fault (environment.py:31 in score)`, or an empty text."""
+    _, crash, stacks = tail(log_path, SEARCHED_LINES, start).rpartition("Fatal Python error: ")
+    if not crash:
         return ""
-    sentence = cause.split(". ")[0].rstrip(".")
-    return f": {sentence[:TAIL_WIDTH]}"
+    reason = stacks.splitlines()[0]
+    places = places_of(stacks)
+    if not places:
+        return f": {reason}"
+    function, _, place = places[0].partition(", ")  # of the thread that crashed
+    return f": {reason} ({place} in {function})"
 
 
-def end_of(log_path: Path) -> str:
-    """Returns the last lines of a service's log, of tracebacks only the innermost frames."""
+def end_of(log_path: Path, start: int = 0) -> str:
+    """Returns the last lines of a service's log from byte `start` on, of tracebacks only the
+    innermost frames."""
     lines = []
-    frame = []  # the lines of the last frame of a traceback
-    for line in tail(log_path, SEARCHED_LINES).splitlines():
+    frame = []  # the lines of the innermost frame of a traceback
+    innermost_first = False  # as `faulthandler` writes it
+    for line in tail(log_path, SEARCHED_LINES, start).splitlines():
         text = VLLM_PREFIX.sub("", line)
         if len(line) > TAIL_WIDTH:
             line = line[:TAIL_WIDTH] + " ..."
         if text.startswith('  File "'):
-            frame = [line]
+            if not innermost_first or not frame:
+                frame = [line]
         elif frame and text.startswith("    "):
             frame.append(line)
         else:
             lines += [*frame, line]
             frame = []
+            innermost_first = "(most recent call first)" in text
     lines += frame
     end = "\n".join(lines[-TAIL_LINES:])
     return f"The last lines of {log_path}:\n{end}"

@@ -5,8 +5,10 @@ before anything that takes long. Then the trainer calls `load_weights` or `load_
 the optimizer's state within `optimizer_resumed`.
 """
 
+import errno
 import json
 import logging
+import os
 import shutil
 import tempfile
 import textwrap
@@ -46,6 +48,7 @@ from trl_atropos.weights.savable import save_generation
 logger = logging.getLogger(__name__)
 
 ANOTHER = "Resume from another checkpoint (`resume_from_checkpoint`)."
+TORCH_WRITES = "PytorchStreamWriter"  # in torch's errors about a file that it writes
 PEFT_DEFAULT = "default"  # the adapter that PEFT saves in the folder itself, and others below it
 # Settings of an adapter that change what the same tensors compute.
 SCALING = ("peft_type", "lora_alpha", "alpha_pattern", "alpha", "scaling", "use_rslora", "use_dora")
@@ -98,17 +101,25 @@ def _refusal(folder: str | Path, error: Exception) -> str | None:
     """Returns why the disk takes no more, `None` if it does. Torch only says "file write failed":
     then we write a file to learn the reason."""
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return _reason(error)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 20))
             file.flush()
+            os.fsync(file.fileno())  # a network disk tells of a quota only now
     except OSError as refusal:
-        return refusal.strerror or str(refusal)
-    if isinstance(error, SafetensorError):
+        return _reason(refusal)
+    if isinstance(error, SafetensorError) or TORCH_WRITES in str(error):
         return str(error)
     return None
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.errno == errno.EDQUOT:  # the disk itself has room
+        reason += ": this user's share of the disk is used up, as `quota -s` shows"
+    return reason
 
 
 def state_of(checkpoint: str | Path) -> dict[str, Any] | None:

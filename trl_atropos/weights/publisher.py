@@ -31,7 +31,7 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError
 from trl_atropos.metrics.timing import PUBLISH
-from trl_atropos.modes import AdapterWay
+from trl_atropos.modes import MODES, AdapterWay
 from trl_atropos.protocol import ServerInfo, tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
@@ -69,7 +69,9 @@ def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) ->
             return FileLora(servers, f"{output_dir}/adapters")
         case "restart":
             return Restart(servers, f"{output_dir}/policies")
-    raise KeyError(mode)
+    raise AttachError(
+        f"`vllm_mode` is {mode!r}", f"vllm_mode: {mode}", f"Set it to one of: {', '.join(MODES)}."
+    )
 
 
 class Phase(Enum):

@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import ModelConfig
 
-from trl_atropos.errors import RecipeError
+from trl_atropos.errors import RecipeError, reason_of
 from trl_atropos.weights.adapters import EMBEDDING, HEAD, require_whole_model
 
 
@@ -28,7 +28,7 @@ def require_causal_model(model: ModelConfig, trusted: bool) -> None:
     # not there, or of an architecture that transformers does not know
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"The model {name!r} cannot be loaded: {_first_sentence(error)}",
+            f"The model {name!r} cannot be loaded: {reason_of(error)}",
             seen=f"model_name_or_path: {name}",
             fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made "
             "by `python recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this "
@@ -106,9 +106,5 @@ def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) 
             fix = "Take a model whose class transformers has."
             get_class_from_dynamic_module(code, name, revision=revision)
     except (ImportError, OSError, ValueError, AttributeError) as error:
-        return f"{problem} ({_first_sentence(error)})", fix
+        return f"{problem} ({reason_of(error)})", fix
     return "", ""
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")
