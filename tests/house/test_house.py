@@ -19,9 +19,9 @@ TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)
 LONGEST_FUNCTION = 79  # lines
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the
-# top down; `errors`, `flags`, `logging`, `modes`, `protocol` and the package's own names may be
-# imported everywhere.
-EVERYBODYS = {"trl_atropos", "errors", "flags", "logging", "modes", "protocol"}
+# top down; `errors`, `flags`, `logging`, `modes`, `protocol`, `terminal` and the package's own names
+# may be imported everywhere.
+EVERYBODYS = {"trl_atropos", "errors", "flags", "logging", "modes", "protocol", "terminal"}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {
