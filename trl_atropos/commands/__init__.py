@@ -22,6 +22,7 @@ from trl_atropos.commands.batch_script import render, slurm_parser
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
 from trl_atropos.flags import stated_settings
 from trl_atropos.services.signals import install_handlers
+from trl_atropos.terminal import CommandParser, fitted
 
 if TYPE_CHECKING:
     from trl_atropos.recipe import Recipe
@@ -42,7 +43,7 @@ def with_recipe(words: list[str]) -> list[str]:
 
 def _make_parser(command: str, arguments: str, description: str) -> argparse.ArgumentParser:
     """Returns the parser of a command's own flags. All others are settings of the recipe."""
-    return argparse.ArgumentParser(
+    return CommandParser(
         f"trl-atropos {command}",
         f"trl-atropos {command} {arguments}",
         description,
@@ -94,7 +95,7 @@ def train(words: list[str]) -> None:
     try:
         launch_command(launch_command_parser().parse_args(options))
     except (ValueError, FileNotFoundError) as error:  # how accelerate refuses its flags
-        sys.exit(f"trl-atropos train: {error}")
+        sys.exit(fitted(f"trl-atropos train: {error}"))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError:  # which has said why
@@ -188,7 +189,7 @@ def evaluate(words: list[str]) -> None:
     try:
         _evaluate(parse(settings), options.checkpoint)
     except AtroposTrainingError as error:
-        sys.exit(f"\ntrl-atropos eval: {error}")
+        sys.exit(fitted(f"\ntrl-atropos eval: {error}"))
 
 
 def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
@@ -237,10 +238,10 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
             for result in evaluator.poll():
                 if names:  # the servers that this command started serve the checkpoint
                     result = replace(result, versions=(step, step))
-                sys.stdout.write(f"{model}: {result.line()}\n")
+                sys.stdout.write(fitted(f"{model}: {result.line()}\n", sys.stdout))
                 sys.stdout.flush()
             time.sleep(POLL)
-    sys.stdout.write(f"Answers and results: {folder}\n")
+    sys.stdout.write(fitted(f"Answers and results: {folder}\n", sys.stdout))
 
 
 # ---------------------------------------------------------------------------------------------- try
@@ -277,17 +278,24 @@ def rehearse(words: list[str]) -> None:
 
 INIT = """\
 Writes the folder NAME with an environment to change, two recipes that train on
-it, a tiny model for the one without a GPU, the script of that, and a README."""
+it, a tiny model for the one without a GPU, the script of that, and a README.
+The environment works as it stands: the tiny model learns its task in minutes."""
 README = """\
-1. Change `environment.py` at its marks (1) to (4); it asks for sentences of so many words.
-2. Without a GPU, `cpu.yaml` trains the tiny random model that \
-`python {name}/make_model.py {name}/model` has made.
-3. `trl-atropos try {name}/cpu.yaml` runs one group and shows its rollouts, or your code's \
-traceback.
-4. `trl-atropos check {name}/cpu.yaml` finds what is wrong, `trl-atropos train {name}/cpu.yaml` \
-trains.
-5. With a GPU: the same with `{name}/colocate.yaml`. Run every command from the folder that \
-contains `{name}`.
+Run every command from the folder that contains `{name}`:
+
+```bash
+{commands}
+```
+
+The environment asks to continue a row of letters, such as `cccccccc`, and a
+tiny random model learns that without a GPU.
+
+1. Change `environment.py` at its marks (1) to (4), then `try` it again. `try`
+   shows the rollouts of one group, or your code's traceback.
+2. `trl-atropos check {name}/cpu.yaml` finds what is wrong with a recipe.
+3. `cpu.yaml` trains the model in `model`, which `make_model.py` has made. It
+   cannot read: to see it learn, give its first answers partial credit.
+4. With a GPU, `colocate.yaml` trains a real model on the same environment.
 """
 
 
@@ -300,30 +308,45 @@ def init(words: list[str]) -> None:
     folder = Path(options.folder)
     name = options.folder.rstrip("/")
     if not NAME.fullmatch(name) or folder.name in ("", ".."):
-        sys.exit(
-            f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any "
-            "of - _ . /"
-        )
+        told = f"trl-atropos init: {name!r} is no name for a folder here."
+        sys.exit(fitted(f"{told} Use letters, digits and any of - _ . /"))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        sys.exit(
-            f"trl-atropos init: the folder {name} cannot be made ({error.strerror}). Name another "
-            "one."
-        )
+        told = f"trl-atropos init: the folder {name} cannot be made ({error.strerror})."
+        sys.exit(fitted(f"{told} Name another one."))
     template = RECIPES / "own_environment"
     files = [template / "environment.py", *template.glob("*.yaml")]
     files.append(RECIPES / "quickstart" / "make_model.py")
     for path in files:
         text = _renamed(path.read_text(encoding="utf-8"), name)
         (folder / path.name).write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
+    steps = _first_commands(name)
+    readme = README.format(name=name, commands="\n".join(steps))
+    (folder / "README.md").write_text(readme, encoding="utf-8")
     command = [sys.executable, folder / "make_model.py", folder / "model"]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        sys.exit(f"trl-atropos init: the model could not be made:\n{process.stderr}")
+        told = f"trl-atropos init: the model could not be made:\n{process.stderr}"
+        sys.exit(fitted(told))
     content = ", ".join(sorted(os.listdir(folder)))
-    sys.stdout.write(f"Wrote {name}/: {content}.\nNext: read {name}/README.md\n")
+    lines = [f"Wrote {name}/: {content}.", "Next:"]
+    for step in steps:
+        lines.append(f"  {step}")
+    lines.append(f"What to change then: {name}/README.md")
+    told = "\n".join(lines)
+    sys.stdout.write(fitted(f"{told}\n", sys.stdout))
+
+
+def _first_commands(name: str) -> list[str]:
+    """Returns the commands to type after `init`, each with what it does as the shell's comment."""
+    commands = {
+        f"trl-atropos try {name}/cpu.yaml": "see one group",
+        f"trl-atropos train {name}/cpu.yaml": "two minutes",
+        f"trl-atropos report runs/{Path(name).name}-cpu": "its page",
+    }
+    longest = max(map(len, commands))
+    return [f"{command:{longest}}  # {text}" for command, text in commands.items()]
 
 
 def _renamed(text: str, name: str) -> str:
@@ -361,12 +384,9 @@ def slurm(words: list[str]) -> None:
             return
         options.output.write_text(script, encoding="utf-8")
     except AtroposTrainingError as error:
-        sys.exit(f"trl-atropos slurm: {error}")
+        sys.exit(fitted(f"trl-atropos slurm: {error}"))
     except OSError as error:
-        sys.exit(
-            f"trl-atropos slurm: {options.output} cannot be written ({error.strerror}). Name "
-            "another --output."
-        )
-    sys.stdout.write(
-        f"Wrote {options.output}. Next: add your cluster's lines, then: sbatch {options.output}\n"
-    )
+        told = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{told} Name another --output."))
+    told = f"Wrote {options.output}. Next: add your cluster's lines, then:"
+    sys.stdout.write(fitted(f"{told} `sbatch {options.output}`\n", sys.stdout))
