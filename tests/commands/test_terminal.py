@@ -38,7 +38,7 @@ def test_quoted_command_is_not_broken_if_it_fits_line():
     text = "Restart it with `trl-atropos serve MODEL`, or not"
     assert lines_within(text, 35) == ["Restart it with", "  `trl-atropos serve MODEL`, or not"]
     narrow = ["Restart it with", "  `trl-atropos serve", "  MODEL`, or not"]
-    assert lines_within(text, 20) == narrow
+    assert lines_within(text, 20) == lines_within(text, 26) == narrow
 
 
 def test_line_that_fits_is_left_as_it_is():

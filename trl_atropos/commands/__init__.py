@@ -388,5 +388,5 @@ def slurm(words: list[str]) -> None:
     except OSError as error:
         told = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
         sys.exit(fitted(f"{told} Name another --output."))
-    told = f"Wrote {options.output}. Next: add your cluster's lines, then:"
-    sys.stdout.write(fitted(f"{told} `sbatch {options.output}`\n", sys.stdout))
+    told = f"Wrote {options.output}. Next: add your cluster's lines, then:\n"
+    sys.stdout.write(fitted(told, sys.stdout) + f"  sbatch {options.output}\n")
