@@ -111,12 +111,12 @@ def _benchmarks() -> Callable[[list[str]], None]:
     in no wheel."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks").is_dir():
-        told = (
+        message = (
             "trl-atropos bench: the benchmarks are not installed with the package "
             f"({checkout} has no folder `benchmarks`). Run this with a checkout of the "
             "repository: `pip install --editable .` in it."
         )
-        sys.exit(fitted(told))
+        sys.exit(fitted(message))
     sys.path.insert(0, str(checkout))
     from benchmarks import main
 

@@ -63,8 +63,8 @@ def lines_within(text: str, width: int, hanging: str = HANGING) -> list[str]:
 
 def _broken(line: str, width: int, hanging: str) -> list[str]:
     """Returns the lines that one long line becomes. They keep its indentation."""
-    own_indent, _words, _ = line.partition(line.lstrip())
-    indent = own_indent + hanging
+    first_indent, _words, _ = line.partition(line.lstrip())
+    indent = first_indent + hanging
     room = width - len(indent)
 
     def glued(quoted: re.Match) -> str:
@@ -79,7 +79,10 @@ def _broken(line: str, width: int, hanging: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [part.replace(GLUE, " ") for part in parts]
+    lines = []
+    for part in parts:
+        lines.append(part.replace(GLUE, " "))
+    return lines
 
 
 def fitted(text: str, stream: TextIO | None = None) -> str:

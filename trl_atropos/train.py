@@ -268,8 +268,8 @@ def _tell_how_to_go_on(recipe: "Recipe | None", reason: str = "") -> None:
     else:
         return
     _close_progress_bars()
-    told = f"{reason} {told}".lstrip()
-    sys.stderr.write(fitted(f"\ntrl_atropos: {told}\n"))
+    message = f"{reason} {told}".lstrip()
+    sys.stderr.write(fitted(f"\ntrl_atropos: {message}\n"))
 
 
 def _last_checkpoint(recipe: "Recipe") -> str | None:
@@ -629,8 +629,8 @@ def _summarise(trainer: Any) -> None:
             summary, log, trainer.processing_class.decode, curve, replayed, evaluations
         )
         lines.append(f"All of it on one page: trl-atropos report {folder}")
-        told = "\n".join(lines)
-        sys.stdout.write(fitted(f"{told}\n", sys.stdout))
+        lines.append("")
+        sys.stdout.write(fitted("\n".join(lines), sys.stdout))
 
 
 if __name__ == "__main__":

@@ -308,13 +308,13 @@ def init(words: list[str]) -> None:
     folder = Path(options.folder)
     name = options.folder.rstrip("/")
     if not NAME.fullmatch(name) or folder.name in ("", ".."):
-        told = f"trl-atropos init: {name!r} is no name for a folder here."
-        sys.exit(fitted(f"{told} Use letters, digits and any of - _ . /"))
+        message = f"trl-atropos init: {name!r} is no name for a folder here."
+        sys.exit(fitted(f"{message} Use letters, digits and any of - _ . /"))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        told = f"trl-atropos init: the folder {name} cannot be made ({error.strerror})."
-        sys.exit(fitted(f"{told} Name another one."))
+        message = f"trl-atropos init: the folder {name} cannot be made ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another one."))
     template = RECIPES / "own_environment"
     files = [template / "environment.py", *template.glob("*.yaml")]
     files.append(RECIPES / "quickstart" / "make_model.py")
@@ -327,15 +327,15 @@ def init(words: list[str]) -> None:
     command = [sys.executable, folder / "make_model.py", folder / "model"]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        told = f"trl-atropos init: the model could not be made:\n{process.stderr}"
-        sys.exit(fitted(told))
+        message = f"trl-atropos init: the model could not be made:\n{process.stderr}"
+        sys.exit(fitted(message))
     content = ", ".join(sorted(os.listdir(folder)))
     lines = [f"Wrote {name}/: {content}.", "Next:"]
     for step in steps:
         lines.append(f"  {step}")
     lines.append(f"What to change then: {name}/README.md")
-    told = "\n".join(lines)
-    sys.stdout.write(fitted(f"{told}\n", sys.stdout))
+    message = "\n".join(lines)
+    sys.stdout.write(fitted(f"{message}\n", sys.stdout))
 
 
 def _first_commands(name: str) -> list[str]:
@@ -386,7 +386,7 @@ def slurm(words: list[str]) -> None:
     except AtroposTrainingError as error:
         sys.exit(fitted(f"trl-atropos slurm: {error}"))
     except OSError as error:
-        told = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
-        sys.exit(fitted(f"{told} Name another --output."))
-    told = f"Wrote {options.output}. Next: add your cluster's lines, then:\n"
-    sys.stdout.write(fitted(told, sys.stdout) + f"  sbatch {options.output}\n")
+        message = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another --output."))
+    message = f"Wrote {options.output}. Next: add your cluster's lines, then:\n"
+    sys.stdout.write(fitted(message, sys.stdout) + f"  sbatch {options.output}\n")

@@ -65,11 +65,11 @@ def main(argv: list[str]) -> None:
     except AtroposTrainingError as error:
         sys.exit(fitted(f"trl-atropos report: {error}"))
     except OSError as error:
-        told = f"trl-atropos report: {output} cannot be written ({error.strerror})."
-        sys.exit(fitted(f"{told} Name another with --output."))
+        message = f"trl-atropos report: {output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another with --output."))
     megabytes = len(page.encode()) / 1e6
-    told = f"{summary}\n{output} ({megabytes:.1f} MB): open it in a browser.\n"
-    sys.stdout.write(fitted(told, sys.stdout))
+    message = f"{summary}\n{output} ({megabytes:.1f} MB): open it in a browser.\n"
+    sys.stdout.write(fitted(message, sys.stdout))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -90,12 +90,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options, given = parser.parse_known_args(argv)
     if importlib.util.find_spec("vllm") is None:
-        told = (
+        message = (
             f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: "
             '`pip install "trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment '
             "with it."
         )
-        sys.exit(fitted(told))
+        sys.exit(fitted(message))
     _refuse_unknown_flags(parser, options.vllm_mode, given)
     stated = DEFAULTS | server_flags(given)
     host = stated["--host"]
@@ -129,11 +129,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     # a service's log has it from vLLM
     if cpu and not _states_cache(stated) and sys.stderr.isatty():
-        told = (
+        message = (
             f"trl-atropos serve: the KV cache gets {CPU_CACHE_GIB} GiB of memory; "
             f"`{CACHE_VARIABLE}=N` makes it N.\n"
         )
-        sys.stderr.write(fitted(told))
+        sys.stderr.write(fitted(message))
     if cpu and "--data-parallel-size" not in stated:
         # one process less, eight seconds less to start
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
