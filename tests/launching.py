@@ -36,6 +36,7 @@ SLOW = "TEST_SLOW"
 SLOW_STEP_SECONDS = 4.0
 SLOW_SAVE_SECONDS = 60.0
 LOOK_EVERY = 0.2
+COLUMNS = 500  # of a terminal on which no message takes two lines
 SHM = Path("/dev/shm")
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -161,6 +162,7 @@ class Run:
     def __enter__(self) -> "Run":
         if self.terminal:
             self._master, slave = pty.openpty()
+            termios.tcsetwinsize(slave, (50, COLUMNS))
             self.child = subprocess.Popen(
                 ["bash", "--norc", "--noprofile", "-i"],
                 stdin=slave,

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # of vLLM's own servers: ours have a default
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -102,6 +102,7 @@ def running_server(
     log_dir.mkdir(parents=True, exist_ok=True)
     url, log, shared = f"http://127.0.0.1:{port}", log_dir / "vllm.log", SharedFiles()
     environment = os.environ | ENVIRONMENT | {TOKEN_VARIABLE: token}
+    del environment["VLLM_CPU_KVCACHE_SPACE"]
     start = SERVER.fork if forked and not on_gpu() else _start
     process = start(command, environment, log)
     try:

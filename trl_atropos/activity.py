@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_atropos.logging import columns, cut
+from trl_atropos.terminal import columns, cut
 
 if TYPE_CHECKING:
     from tqdm import tqdm

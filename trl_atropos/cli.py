@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trl_atropos import __version__
 from trl_atropos.logging import speak
+from trl_atropos.terminal import CommandParser, fitted
 
 COMMANDS = {
     "train": "train by a recipe: `accelerate launch ... -m trl_atropos.train` in one command",
@@ -35,7 +36,7 @@ EPILOG = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("trl-atropos", epilog=EPILOG, allow_abbrev=False)
+    parser = CommandParser("trl-atropos", epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"trl_atropos {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
@@ -59,7 +60,7 @@ def _run(words: list[str]) -> None:
     if command not in COMMANDS and not command.startswith("-"):
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         fix = f"Did you mean `{close[0]}`?" if close else "`trl-atropos --help` lists the commands."
-        sys.stderr.write(f"trl-atropos: unknown command {command!r}. {fix}\n")
+        sys.stderr.write(fitted(f"trl-atropos: unknown command {command!r}. {fix}\n"))
         sys.exit(2)
     parser.parse_args([command])  # prints what `--help` and `--version` ask for
     speak()
@@ -112,11 +113,12 @@ def _benchmarks() -> Callable[[list[str]], None]:
     in no wheel."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks").is_dir():
-        sys.exit(
+        message = (
             "trl-atropos bench: the benchmarks are not installed with the package "
             f"({checkout} has no folder `benchmarks`). Run this with a checkout of the "
             "repository: `pip install --editable .` in it."
         )
+        sys.exit(fitted(message))
     sys.path.insert(0, str(checkout))
     from benchmarks import main
 

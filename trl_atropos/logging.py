@@ -7,10 +7,11 @@ given Python's root logger a handler, that gets the records instead, until `disa
 
 import logging
 import os
-import shutil
 import sys
 from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
+
+from trl_atropos.terminal import fitted
 
 VARIABLE = "TRL_ATROPOS_VERBOSITY"
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR, "critical": CRITICAL}
@@ -38,7 +39,7 @@ class _Console(logging.Handler):
         from tqdm.auto import tqdm  # slow to import
 
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(fitted(self.format(record)), file=sys.stderr)
         except Exception:  # noqa: BLE001 - as Python's own handlers: a full disk under stderr ends no training
             self.handleError(record)
 
@@ -81,25 +82,6 @@ def verbosity_of_environment() -> int | None:
     """Returns the level that `TRL_ATROPOS_VERBOSITY` names, or `None`."""
     name = os.environ.get(VARIABLE, "")
     return LEVELS.get(name.lower())
-
-
-def columns() -> int | None:
-    """Returns the width of the terminal that stdout is, or the one that `COLUMNS` states. Returns
-    `None` for a file, whose lines may be long."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
-        return shutil.get_terminal_size().columns
-    return None
-
-
-def cut(text: str, room: int) -> str:
-    """Returns the text without its middle if it is longer than `room` characters: `abcdefg` becomes
-    `ab…fg` in a room of 5."""
-    if len(text) <= room:
-        return text
-    kept = max(2, room) - 1
-    behind = kept // 2
-    before = kept - behind
-    return f"{text[:before]}…{text[len(text) - behind :]}"
 
 
 _console = _Console()

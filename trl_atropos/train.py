@@ -29,6 +29,7 @@ from trl_atropos.services.signals import (
     install_handlers,
     interrupt_main_with,
 )
+from trl_atropos.terminal import fitted
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -239,12 +240,12 @@ def _show_warning(message: Warning | str, *where: Any) -> None:
     from tqdm.auto import tqdm
 
     with contextlib.suppress(OSError):  # as Python's own
-        tqdm.write(f"warning: {message}", file=sys.stderr)
+        tqdm.write(fitted(f"warning: {message}"), file=sys.stderr)
 
 
 def _print_error(message: str) -> None:
     _close_progress_bars()
-    sys.stderr.write(f"\ntrl_atropos: error: {message}\n")
+    sys.stderr.write(fitted(f"\ntrl_atropos: error: {message}\n"))
 
 
 def _close_progress_bars() -> None:
@@ -272,7 +273,8 @@ def _tell_how_to_go_on(recipe: "Recipe | None", reason: str = "") -> None:
     else:
         return
     _close_progress_bars()
-    sys.stderr.write("\ntrl_atropos: " + f"{reason} {told}".lstrip() + "\n")
+    message = f"{reason} {told}".lstrip()
+    sys.stderr.write(fitted(f"\ntrl_atropos: {message}\n"))
 
 
 def _last_checkpoint(recipe: "Recipe") -> str | None:
@@ -636,7 +638,8 @@ def _summarise(trainer: Any) -> None:
             summary, log, trainer.processing_class.decode, curve, replayed, evaluations
         )
         lines.append(f"All of it on one page: trl-atropos report {folder}")
-        sys.stdout.write("\n".join(lines) + "\n")
+        lines.append("")
+        sys.stdout.write(fitted("\n".join(lines), sys.stdout))
 
 
 if __name__ == "__main__":

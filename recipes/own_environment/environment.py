@@ -1,12 +1,15 @@
 """Your own environment: change what is marked (1) to (4). The rest is what every one needs.
 
-As it stands, it asks for a sentence of so many words; the closer the count, the higher the reward.
+As it stands, it asks to continue a row of letters, such as `cccccccc`; the reward is the share of
+the answer that is this letter. A tiny random model learns it in a minute on two CPU cores.
 """
 
 import random
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
+
+LETTERS = "abcdefgh"
 
 
 class OwnConfig(BaseEnvConfig):
@@ -37,7 +40,7 @@ class OwnEnv(BaseEnv):
         return config, [APIServerConfig(server_type="vllm", api_key="none", timeout=600)]
 
     async def setup(self):
-        # (2) Load your data. Here, it is drawn.
+        # (2) Load your data. Here, it is drawn, and evaluations draw it with another seed.
         self.random = random.Random(self.config.seed)
 
     def load_checkpoint(self):  # if the run has had batches already: go on with other questions
@@ -45,9 +48,8 @@ class OwnEnv(BaseEnv):
 
     async def get_next_item(self):
         # (3) One item of it, as a dictionary; the trainer's step never waits for this.
-        words = self.random.randint(3, 12)
-        prompt = f"Write one sentence of exactly {words} words, and nothing else."
-        return {"prompt": prompt, "words": words}
+        letter = self.random.choice(LETTERS)
+        return {"prompt": f"Continue: {letter * 8}", "letter": letter}
 
     async def collect_trajectories(self, item):
         # A managed server keeps tokens, masks and log-probabilities exactly as they were sampled.
@@ -86,8 +88,8 @@ def end_turn(managed, tokenizer) -> None:
 
 
 def score(completion: str, item: dict) -> float:
-    """(4) Your reward: any number, compared within its group. Here 1 for the right length."""
-    return 1 / (1 + abs(len(completion.split()) - item["words"]))
+    """(4) Your reward: any number, compared within its group. Here the share of right letters."""
+    return completion.count(item["letter"]) / max(1, len(completion))
 
 
 if __name__ == "__main__":

@@ -202,7 +202,8 @@ def test_new_folder_holds_recipes_that_can_be_run(tmp_path, monkeypatch, capsys)
         *("colocate.yaml", "cpu.yaml", "environment.py", "make_model.py", "model"),
     }
     assert (folder / "model/config.json").exists()
-    assert len((folder / "README.md").read_text().splitlines()) == 5
+    readme = (folder / "README.md").read_text()
+    assert len(readme.splitlines()) <= 20 and max(map(len, readme.splitlines())) <= 80
     texts = [path.read_text() for path in folder.iterdir() if path.is_file()]
     assert not any(
         word in text
@@ -225,7 +226,11 @@ def test_new_folder_holds_recipes_that_can_be_run(tmp_path, monkeypatch, capsys)
         yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"]
         == "tasks/mine/model"
     )
-    assert "Next: read tasks/mine/README.md" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for command in ("try tasks/mine/cpu.yaml", "train tasks/mine/cpu.yaml", "report runs/mine-cpu"):
+        assert f"trl-atropos {command}" in printed
+        assert f"trl-atropos {command}" in readme
+    assert "What to change then: tasks/mine/README.md" in printed
 
 
 @pytest.mark.parametrize(

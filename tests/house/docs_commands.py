@@ -100,8 +100,8 @@ ELSEWHERE = [
     ),
     (
         r"trl-atropos train ",
-        "tests/house/test_wheel.py::test_quickstart_runs_from_wheel",
-        QUICKSTART,
+        "tests/house/test_wheel.py::test_template_learns_its_task",
+        '"train"',
     ),
     (
         r"trl-atropos try ",

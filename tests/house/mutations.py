@@ -549,6 +549,24 @@ MUTATIONS: list[Mutation] = [
         "tests/commands/test_train_and_init.py::test_new_folder_holds_recipes_that_can_be_run",
     ),
     Mutation(
+        "trl_atropos/terminal.py",
+        "room = width - len(indent)",
+        "room = width",
+        "tests/commands/test_terminal.py::test_quoted_command_is_not_broken_if_it_fits_line",
+    ),
+    Mutation(
+        "trl_atropos/terminal.py",
+        "break_long_words=False,",
+        "break_long_words=True,",
+        "tests/commands/test_terminal.py::test_path_stays_whole_on_line_of_its_own",
+    ),
+    Mutation(
+        "trl_atropos/server/launch.py",
+        "if not _states_cache(stated):",
+        "if _states_cache(stated):",
+        "tests/server/test_launch.py::test_cpu_server_has_cache_of_stated_size",
+    ),
+    Mutation(
         "trl_atropos/commands/batch_script.py",
         'if longest and "--max-model-len" not in stated:',
         "if longest:",

@@ -23,9 +23,11 @@ TIERS = {
 LONGEST_FUNCTION = 79  # lines
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the
-# top down; `activity`, `errors`, `flags`, `logging`, `modes`, `protocol` and the package's own names
-# may be imported everywhere.
-EVERYBODYS = {"trl_atropos", "activity", "errors", "flags", "logging", "modes", "protocol"}
+# top down; `activity`, `errors`, `flags`, `logging`, `modes`, `protocol`, `terminal` and the
+# package's own names may be imported everywhere.
+EVERYBODYS = {
+    *("trl_atropos", "activity", "errors", "flags", "logging", "modes", "protocol", "terminal"),
+}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {

@@ -1,15 +1,20 @@
-"""What `python -m build` makes: it has what it needs, and runs the quickstart outside of the
-checkout."""
+"""What `python -m build` makes: it has what it needs, and all that a newcomer types works in an empty
+folder."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import sysconfig
 import tarfile
+import termios
+import threading
 import venv
+from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
 from zipfile import ZipFile
@@ -18,7 +23,7 @@ import pytest
 
 from tests.launching import ROOT, free_urls
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(150)
 
 DISTRIBUTED = (
     "CONTRIBUTING.md",
@@ -30,6 +35,11 @@ DISTRIBUTED = (
 )
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
+COLUMNS = 80
+STEPS = "100"  # of the recipe's 150: the reward is then 0.7 to 0.8
+TASK = "a_rather_long_name"  # so that messages with its paths take several lines
+FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer does not have
+CONTROL = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
 
 
@@ -101,20 +111,11 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     # As a line of a .pth file, a folder is searched, but its own .pth files are not read: they have
     # the checkout.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folders = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join([*folders, ""]))
     where = "import trl_atropos; print(trl_atropos.__file__)"
     assert succeed(python, "-c", where, cwd=folder, timeout=240).startswith(str(site))
     return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the quickstart, whose paths are relative to where it is run."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    shutil.copytree(ROOT / "recipes/quickstart", folder / "recipes/quickstart")
-    make_model = ["recipes/quickstart/make_model.py", "runs/quickstart/model"]
-    succeed(installed / "python", *make_model, cwd=folder, timeout=120)
-    return folder
 
 
 def test_command_help_lists_all_commands(installed, tmp_path):
@@ -136,47 +137,104 @@ def test_benchmarks_need_checkout(installed, tmp_path):
     )
 
 
-def test_wheel_writes_environment_and_batch_script(installed, tmp_path):
-    succeed(installed / "trl-atropos", "init", "mine", cwd=tmp_path, timeout=120)
-    written = (tmp_path / "mine/environment.py").read_text()
-    assert (
-        written.partition('"""\n')[2]
-        == (ROOT / "recipes/own_environment/environment.py").read_text().partition('"""\n')[2]
-    )
-    script = [
-        "slurm",
-        "mine/colocate.yaml",
-        "--nodes",
-        "2",
-        "--vllm_mode",
-        "server",
-        "--output",
-        "job.sh",
-    ]
-    succeed(installed / "trl-atropos", *script, cwd=tmp_path, timeout=240)
-    assert f"export PATH={installed}:$PATH" in (tmp_path / "job.sh").read_text()
+# -------------------------------------------------------------------- in an empty folder, 80 columns
+
+
+@dataclass
+class Newcomer:
+    """Somebody who types the first commands into a terminal, and what each of them showed."""
+
+    folder: Path
+    screens: dict[str, str] = field(default_factory=dict)
+
+    def type(self, *command: str | Path, timeout: float) -> None:
+        """Types a command. It must succeed."""
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, COLUMNS))
+        env = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=self.folder,
+            env=env,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        written = bytearray()
+
+        def read() -> None:
+            with contextlib.suppress(OSError):  # EIO when nobody writes any more
+                while part := os.read(master, 1 << 16):
+                    written.extend(part)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            code = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the guards then end the services
+        reader.join(10)
+        os.close(master)
+        screen = written.decode(errors="replace")
+        assert code == 0, screen[-6000:]
+        self.screens[command[1]] = screen
+
+    def lines(self, command: str) -> list[str]:
+        """Everything that was ever a line on the screen, also each state of a progress bar."""
+        return re.split(r"[\r\n]+", CONTROL.sub("", self.screens[command]))
+
+
+@pytest.fixture(scope="module")
+def newcomer(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+    person = Newcomer(tmp_path_factory.mktemp("empty"))
+    atropos, vllm = free_urls(2)
+    urls = ["--atropos_url", atropos, "--vllm_server_base_url", vllm]
+    command = installed / "trl-atropos"
+    person.type(command, "init", TASK, timeout=200)
+    recipe = [f"{TASK}/cpu.yaml", *urls]
+    person.type(command, "try", *recipe, timeout=400)
+    person.type(command, "train", *recipe, "--max_steps", STEPS, timeout=800)
+    person.type(command, "report", f"runs/{TASK}-cpu", timeout=200)
+    return person
 
 
 @pytest.mark.server
-def test_quickstart_runs_from_wheel(installed, elsewhere):
-    atropos, vllm = free_urls(2)
-    recipe = [
-        "--config",
-        RECIPE,
-        "--max_steps",
-        "3",
-        "--atropos_url",
-        atropos,
-        "--vllm_server_base_url",
-        vllm,
-    ]
-    succeed(installed / "trl-atropos", "check", *recipe, cwd=elsewhere, timeout=200)
-    # Neither a configuration of accelerate nor anything else of the checkout is needed.
-    succeed(installed / "trl-atropos", "train", *recipe, cwd=elsewhere, timeout=800)
-    run = elsewhere / "runs/quickstart"
-    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+def test_template_learns_its_task(newcomer):
+    """Without a configuration of accelerate, or anything else of the checkout."""
+    run = newcomer.folder / f"runs/{TASK}-cpu"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == int(STEPS)
+    assert summary["reward_first"] <= 0.1
+    assert summary["reward_last"] >= 0.5
+    scores = [result["avg@4"] for result in summary["evaluations"]]
+    assert len(scores) == 2 and scores[0] <= 0.1 and scores[1] >= 0.5
     assert (run / "model.safetensors").is_file()
-    assert "3 steps" in succeed(
-        installed / "trl-atropos", "report", run, cwd=elsewhere, timeout=120
-    )
+    assert (run / "reward_curve.png").is_file()
+    assert f"{STEPS} steps" in newcomer.screens["report"]
     assert (run / "report.html").is_file()
+
+
+@pytest.mark.server
+def test_nothing_wraps_on_terminal_of_80_columns(newcomer):
+    for command in newcomer.screens:
+        assert [line for line in newcomer.lines(command) if len(line) > COLUMNS] == [], command
+    shown = newcomer.lines("train")
+    assert any(line.startswith("step ") for line in shown)
+    assert any("%|" in line for line in shown)
+    # Lines end between words, so a path that fits a line stands in one.
+    for service in ("vllm", f"environment-{TASK}"):
+        path = f"runs/{TASK}-cpu/logs/{service}.log"
+        assert any(path in line for line in shown), path
+
+
+def test_wheel_writes_environment_and_batch_script(installed, newcomer):
+    written = (newcomer.folder / TASK / "environment.py").read_text()
+    template = (ROOT / "recipes/own_environment/environment.py").read_text()
+    assert written.partition('"""\n')[2] == template.partition('"""\n')[2]
+    script = ["slurm", f"{TASK}/colocate.yaml", "--nodes", "2", "--vllm_mode", "server"]
+    command = [installed / "trl-atropos", *script, "--output", "job.sh"]
+    succeed(*command, cwd=newcomer.folder, timeout=240)
+    assert f"export PATH={installed}:$PATH" in (newcomer.folder / "job.sh").read_text()

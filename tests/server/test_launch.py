@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan, case_of
-from trl_atropos.flags import PARALLEL, parallel, stated_flags
+from trl_atropos.flags import PARALLEL, parallel, server_flags, stated_flags
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
@@ -165,6 +165,25 @@ def test_flag_breaking_run_is_refused(given, message):
         vllm_arguments("m", given, cpu=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "size"),
+    [
+        ([], None, str(1 << 30)),
+        ([], "4", None),  # vLLM reads the variable
+        (["--gpu-memory-utilization", "0.3"], None, None),
+        (["--kv_cache_memory_bytes=5"], None, "5"),
+    ],
+)
+def test_cpu_server_has_cache_of_stated_size(given, variable, size, monkeypatch):
+    """Or of a usual one: vLLM by itself claims almost all memory of the machine."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+    stated = server_flags(vllm_arguments("m", given, cpu=True))
+    assert stated.get("--kv-cache-memory-bytes") == size
+    assert "--kv-cache-memory-bytes" not in flags(cpu=False)
+
+
 def test_required_flag_is_not_repeated():
     given = ["--logprobs-mode", "processed_logprobs"]
     assert vllm_arguments("m", given, cpu=True).count("--logprobs-mode") == 1
@@ -191,18 +210,19 @@ def test_generated_token_is_readable_by_user_only(monkeypatch, tmp_path):
             0o600,
             os.environ[TOKEN_VARIABLE],
         )
-        (line,) = told.splitlines()[1:]
+        ready, *command = told.splitlines()[1:]
         url = f"http://{socket.gethostname()}:9001"
-        assert f"ready at {url}, vllm_mode lora, token in {file}; next: " in line
-        assert (
+        assert f"ready at {url}, vllm_mode lora, token in {file}; next:" in ready
+        assert [line.endswith(" \\") for line in command] == [True, True, False]
+        words = " ".join(command).replace("\\", "").split()
+        assert " ".join(words) == (
             f"{TOKEN_VARIABLE}=$(cat {file}) trl-atropos train RECIPE --vllm_mode lora "
-            "--start_vllm false" in line
+            f"--start_vllm false --vllm_server_base_url {url}"
         )
-        assert line.endswith(f" --vllm_server_base_url {url}")
         file.chmod(0o644)
     monkeypatch.setenv(TOKEN_VARIABLE, "mine")
     told = ready_text("127.0.0.1", "9001", "lora", set_up_token("9001"))
-    assert f"token in {TOKEN_VARIABLE}; next: trl-atropos train " in told
+    assert f"token in {TOKEN_VARIABLE}; next:\n  trl-atropos train " in told
     assert "ready at http://[::1]:9001, " in ready_text("::1", "9001", "lora", None)
 
 
@@ -219,10 +239,10 @@ def test_ready_line_tells_url_and_next_command(server):
     while "ready" not in (log := server.log.read_text()):
         assert time.monotonic() < deadline, log
         time.sleep(0.1)
-    (line,) = [line for line in log.splitlines() if line.startswith("trl-atropos serve: ready")]
-    assert (
-        f" {server.url}, vllm_mode colocate, token in {TOKEN_VARIABLE}; next: trl-atropos train "
-        "RECIPE " in line
+    ready = log.partition("trl-atropos serve: ready at ")[2]
+    assert ready.startswith(
+        f"{server.url}, vllm_mode colocate, token in {TOKEN_VARIABLE}; next:\n"
+        "  trl-atropos train RECIPE "
     )
     assert server.token not in log
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trl_atropos.activity import activity
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.logging import columns
+from trl_atropos.terminal import CommandParser, columns, lines_within
 
 if TYPE_CHECKING:
     from trl_atropos.check.launch import Launch
@@ -58,7 +57,7 @@ ELSEWHERE = 80 << 30  # bytes: stands for the GPU of another machine if its size
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="trl-atropos check",
         usage="trl-atropos check RECIPE [--json] [--SETTING VALUE ...]",
         description=DESCRIPTION,
@@ -267,7 +266,7 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     if report.memory["table"]:
         yield ""
         for line in report.memory["table"]:  # sentences are long, lines of figures are not
-            yield from textwrap.wrap(line, width(), drop_whitespace=False)
+            yield from lines_within(line, width())
 
 
 def _painted(text: str, colour: str, colours: bool) -> str:
@@ -285,11 +284,9 @@ def width() -> int:
 
 def wrapped(text: str, title: str = "") -> list[str]:
     """Returns the lines of a text beside its title. What people copy stays whole."""
-    return textwrap.wrap(
-        text,
-        width(),
-        break_long_words=False,
-        break_on_hyphens=False,
-        initial_indent=title,
-        subsequent_indent=" " * len(title),
-    )
+    if not text:
+        return []
+    start = len(title) - len(title.lstrip())
+    beside_title = " " * (len(title) - start)
+    line = " ".join(text.split("\n"))
+    return lines_within(f"{title}{line}", width(), beside_title)

@@ -24,6 +24,7 @@ from trl_atropos.commands.batch_script import render, slurm_parser
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
 from trl_atropos.flags import stated_settings
 from trl_atropos.services.signals import install_handlers
+from trl_atropos.terminal import CommandParser, fitted
 
 if TYPE_CHECKING:
     from trl_atropos.recipe import Recipe
@@ -44,7 +45,7 @@ def with_recipe(words: list[str]) -> list[str]:
 
 def _make_parser(command: str, arguments: str, description: str) -> argparse.ArgumentParser:
     """Returns the parser of a command's own flags. All others are settings of the recipe."""
-    return argparse.ArgumentParser(
+    return CommandParser(
         f"trl-atropos {command}",
         f"trl-atropos {command} {arguments}",
         description,
@@ -97,7 +98,7 @@ def train(words: list[str]) -> None:
     try:
         launch_command(launch_command_parser().parse_args(options))
     except (ValueError, FileNotFoundError) as error:  # how accelerate refuses its flags
-        sys.exit(f"trl-atropos train: {error}")
+        sys.exit(fitted(f"trl-atropos train: {error}"))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError:  # which has said why
@@ -194,7 +195,7 @@ def evaluate(words: list[str]) -> None:
             recipe = parse(settings)
         _evaluate(recipe, options.checkpoint)
     except AtroposTrainingError as error:
-        sys.exit(f"\ntrl-atropos eval: {error}")
+        sys.exit(fitted(f"\ntrl-atropos eval: {error}"))
 
 
 def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
@@ -247,10 +248,10 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
             for result in evaluator.poll():
                 if names:  # the servers that this command started serve the checkpoint
                     result = replace(result, versions=(step, step))
-                sys.stdout.write(f"{model}: {result.line()}\n")
+                sys.stdout.write(fitted(f"{model}: {result.line()}\n", sys.stdout))
                 sys.stdout.flush()
             time.sleep(POLL)
-    sys.stdout.write(f"Answers and results: {folder}\n")
+    sys.stdout.write(fitted(f"Answers and results: {folder}\n", sys.stdout))
 
 
 def _require_model(checkpoint: str) -> None:
@@ -306,17 +307,24 @@ def rehearse(words: list[str]) -> None:
 
 INIT = """\
 Writes the folder NAME with an environment to change, two recipes that train on
-it, a tiny model for the one without a GPU, the script of that, and a README."""
+it, a tiny model for the one without a GPU, the script of that, and a README.
+The environment works as it stands: the tiny model learns its task in minutes."""
 README = """\
-1. Change `environment.py` at its marks (1) to (4); it asks for sentences of so many words.
-2. Without a GPU, `cpu.yaml` trains the tiny random model that \
-`python {name}/make_model.py {name}/model` has made.
-3. `trl-atropos try {name}/cpu.yaml` runs one group and shows its rollouts, or your code's \
-traceback.
-4. `trl-atropos check {name}/cpu.yaml` finds what is wrong, `trl-atropos train {name}/cpu.yaml` \
-trains.
-5. With a GPU: the same with `{name}/colocate.yaml`. Run every command from the folder that \
-contains `{name}`.
+Run every command from the folder that contains `{name}`:
+
+```bash
+{commands}
+```
+
+The environment asks to continue a row of letters, such as `cccccccc`, and a
+tiny random model learns that without a GPU.
+
+1. Change `environment.py` at its marks (1) to (4), then `try` it again. `try`
+   shows the rollouts of one group, or your code's traceback.
+2. `trl-atropos check {name}/cpu.yaml` finds what is wrong with a recipe.
+3. `cpu.yaml` trains the model in `model`, which `make_model.py` has made. It
+   cannot read: to see it learn, give its first answers partial credit.
+4. With a GPU, `colocate.yaml` trains a real model on the same environment.
 """
 
 
@@ -329,32 +337,32 @@ def init(words: list[str]) -> None:
     folder = Path(options.folder)
     name = options.folder.rstrip("/")
     if not NAME.fullmatch(name) or folder.name in ("", ".."):
-        sys.exit(
-            f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any "
-            "of - _ . /"
-        )
+        message = f"trl-atropos init: {name!r} is no name for a folder here."
+        sys.exit(fitted(f"{message} Use letters, digits and any of - _ . /"))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        sys.exit(
-            f"trl-atropos init: the folder {name} cannot be made ({error.strerror}). Name another "
-            "one."
-        )
+        message = f"trl-atropos init: the folder {name} cannot be made ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another one."))
     try:
         _write_template(folder, name)
     except OSError as error:
         shutil.rmtree(folder)
-        sys.exit(
-            f"trl-atropos init: the folder {name} cannot be filled ({error.strerror}), and is "
-            "removed again. Make room, or name a folder on another disk."
-        )
+        message = f"trl-atropos init: the folder {name} cannot be filled ({error.strerror}), and is"
+        sys.exit(fitted(f"{message} removed again. Make room, or name a folder on another disk."))
     command = [sys.executable, folder / "make_model.py", folder / "model"]
     with activity("Making a tiny model"):
         process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        sys.exit(f"trl-atropos init: the model could not be made:\n{process.stderr}")
+        message = f"trl-atropos init: the model could not be made:\n{process.stderr}"
+        sys.exit(fitted(message))
     content = ", ".join(sorted(os.listdir(folder)))
-    sys.stdout.write(f"Wrote {name}/: {content}.\nNext: read {name}/README.md\n")
+    lines = [f"Wrote {name}/: {content}.", "Next:"]
+    for step in _first_commands(name):
+        lines.append(f"  {step}")
+    lines.append(f"What to change then: {name}/README.md")
+    message = "\n".join(lines)
+    sys.stdout.write(fitted(f"{message}\n", sys.stdout))
 
 
 def _write_template(folder: Path, name: str) -> None:
@@ -365,7 +373,20 @@ def _write_template(folder: Path, name: str) -> None:
     for path in files:
         text = _renamed(path.read_text(encoding="utf-8"), name)
         (folder / path.name).write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
+    commands = "\n".join(_first_commands(name))
+    readme = README.format(name=name, commands=commands)
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+
+
+def _first_commands(name: str) -> list[str]:
+    """Returns the commands to type after `init`, each with what it does as the shell's comment."""
+    commands = {
+        f"trl-atropos try {name}/cpu.yaml": "see one group",
+        f"trl-atropos train {name}/cpu.yaml": "two minutes",
+        f"trl-atropos report runs/{Path(name).name}-cpu": "its page",
+    }
+    longest = max(map(len, commands))
+    return [f"{command:{longest}}  # {text}" for command, text in commands.items()]
 
 
 def _renamed(text: str, name: str) -> str:
@@ -403,12 +424,9 @@ def slurm(words: list[str]) -> None:
             return
         options.output.write_text(script, encoding="utf-8")
     except AtroposTrainingError as error:
-        sys.exit(f"trl-atropos slurm: {error}")
+        sys.exit(fitted(f"trl-atropos slurm: {error}"))
     except OSError as error:
-        sys.exit(
-            f"trl-atropos slurm: {options.output} cannot be written ({error.strerror}). Name "
-            "another --output."
-        )
-    sys.stdout.write(
-        f"Wrote {options.output}. Next: add your cluster's lines, then: sbatch {options.output}\n"
-    )
+        message = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another --output."))
+    message = f"Wrote {options.output}. Next: add your cluster's lines, then:\n"
+    sys.stdout.write(fitted(message, sys.stdout) + f"  sbatch {options.output}\n")

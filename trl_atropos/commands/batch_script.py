@@ -16,6 +16,7 @@ from typing import Any
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
 from trl_atropos.modes import MODES, Mode
+from trl_atropos.terminal import CommandParser
 
 SLURM = """\
 Writes a batch script for a run on a SLURM cluster. With one node, it is
@@ -41,7 +42,7 @@ PATIENCE = 3600  # seconds until the last server of a job must answer
 
 
 def slurm_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "trl-atropos slurm",
         "trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]",
         SLURM,

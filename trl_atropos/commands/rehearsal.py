@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
 from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
+from trl_atropos.terminal import cut, fitted
 from trl_atropos.train import start_services
 
 logger = getLogger(__name__)
@@ -79,7 +81,7 @@ def main(launcher: list[str], settings: list[str]) -> None:
             for spec, service in zip(specs, started, strict=True):
                 good.append(_try(recipe, spec, services, service))
     except AtroposTrainingError as error:
-        sys.exit(f"\ntrl-atropos try: {error}")
+        sys.exit(fitted(f"\ntrl-atropos try: {error}"))
     sys.exit(0 if all(good) else 1)
 
 
@@ -103,7 +105,7 @@ def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Ser
     seconds = time.monotonic() - began
     try:
         for text in _shown(recipe, spec, line, service.log_path, seconds):
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(fitted(f"{text}\n", sys.stdout))
     except RolloutError as error:
         for text in wrapped(str(error)):
             sys.stdout.write(f"{text}\n")
@@ -281,17 +283,21 @@ def _ends_twice(rollout: Rollout, ends: list[int]) -> bool:
 
 
 def _lines_of_text(text: str) -> list[str]:
-    """Returns decoded tokens as a few lines, with the middle left out."""
-    room = width() - 3
+    """Returns decoded tokens as a few lines, with the middle left out. A line ends inside of a word
+    only if that is longer than a line."""
+    indent = "   "
     escaped = repr(text)[1:-1]
-    whole = logging.cut(escaped, LINES * room)
+    whole = cut(escaped, LINES * (width() - len(indent)))
     if not whole:
-        return ["   (empty)"]
-    lines = []
-    for start in range(0, len(whole), room):
-        line = whole[start : start + room]
-        lines.append(f"   {line}")
-    return lines
+        return [f"{indent}(empty)"]
+    return textwrap.wrap(
+        whole,
+        width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        drop_whitespace=False,
+        break_on_hyphens=False,
+    )
 
 
 def _verdict(

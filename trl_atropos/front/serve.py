@@ -48,6 +48,7 @@ from trl_atropos.server.plane import (
 from trl_atropos.services.guard import KILL_DEADLINE
 from trl_atropos.services.manager import GRACE, require_free_port
 from trl_atropos.services.signals import install_handlers
+from trl_atropos.terminal import fitted
 
 logger = logging.getLogger(__name__)
 
@@ -497,11 +498,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         require_free_port(url, "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:
-        sys.exit(f"trl-atropos serve: {problem}")
+        sys.exit(fitted(f"trl-atropos serve: {problem}"))
     install_handlers()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     reason, exit_code = asyncio.run(run(options, flags))
-    sys.stderr.write(f"trl-atropos serve: {reason}\n")
+    sys.stderr.write(fitted(f"trl-atropos serve: {reason}\n"))
     sys.exit(exit_code)
 
 

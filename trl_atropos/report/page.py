@@ -37,6 +37,7 @@ from trl_atropos.report.run_folder import (
 )
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
+from trl_atropos.terminal import CommandParser, fitted
 
 HERE = Path(__file__).parent
 SCRIPTS = ("page_charts.js", "page_list.js", "page_tokens.js", "page_rollouts.js", "page.js")
@@ -64,21 +65,18 @@ def main(argv: list[str]) -> None:
             page, summary = build(options.run_dir, options.max_rollouts)
         output.write_text(page, encoding="utf-8")
     except AtroposTrainingError as error:
-        sys.exit(f"trl-atropos report: {error}")
+        sys.exit(fitted(f"trl-atropos report: {error}"))
     except OSError as error:
-        sys.exit(
-            f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with "
-            "--output."
-        )
+        message = f"trl-atropos report: {output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another with --output."))
     megabytes = len(page.encode()) / 1e6
-    sys.stdout.write(f"{summary}\n{output} ({megabytes:.1f} MB): open it in a browser.\n")
+    message = f"{summary}\n{output} ({megabytes:.1f} MB): open it in a browser.\n"
+    sys.stdout.write(fitted(message, sys.stdout))
 
 
 def build_parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "trl-atropos report", description=DESCRIPTION, formatter_class=formatter
-    )
+    parser = CommandParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     text = (

@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
-from trl_atropos.logging import columns
 from trl_atropos.metrics.timing import bottleneck
+from trl_atropos.terminal import columns, fitted
 
 # metric -> (label, format), in the order of a line
 COLUMNS = {
@@ -77,7 +77,7 @@ class LineCallback(ProgressCallback):
         self.training_bar.set_postfix_str(format_postfix(logs), refresh=False)
         remark = self.changed_bottleneck(logs)
         line = format_line(state.global_step, state.max_steps, logs, remark, columns())
-        self.training_bar.write(line)
+        self.training_bar.write(fitted(line, sys.stdout))
         sys.stdout.flush()  # Python writes to a file only by the page
         if args.log_completions:
             # TRL prints its table next, which would begin in the middle of the bar

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from trl_atropos.logging import columns, cut
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.evaluation_results import Result
+from trl_atropos.terminal import columns, cut
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end
 CURVE = "reward_curve.png"

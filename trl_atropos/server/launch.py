@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from trl_atropos.activity import activity
@@ -22,6 +23,7 @@ from trl_atropos.modes import MODES
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.server.vllm_flags import unknown_flags
+from trl_atropos.terminal import CommandParser, fitted
 
 # Flags that hold if the command line does not set them. Loopback only: the control routes change
 # weights. The model's own generation_config.json would change how environments sample.
@@ -32,6 +34,11 @@ REQUIRED = {
 }
 CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
+# On a CPU, vLLM would claim 92 % of the machine's memory for its cache, and end with a traceback if
+# anything else runs. With one of these flags, or with the variable, you decide.
+CPU_CACHE_GIB = 1
+CACHE_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-cache-memory"}
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # For modes that send adapters: places for the version in use and the next one, and room for the
 # versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
@@ -55,14 +62,14 @@ READY_VARIABLE = "TRL_ATROPOS_READY"
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of our own flags; vLLM parses the others."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="trl-atropos serve",
         usage="trl-atropos serve MODEL [--vllm_mode MODE] [--numerics NUMERICS] ...",
         description="Start the vLLM server that environments sample from and a trainer keeps in "
         "step with.",
         epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need "
         f"the token in {TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, "
-        "which the last line of the start names.",
+        "which the last lines of the start name.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
@@ -90,11 +97,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options, given = parser.parse_known_args(argv)
     if importlib.util.find_spec("vllm") is None:
-        sys.exit(
+        message = (
             f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: "
             '`pip install "trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment '
             "with it."
         )
+        sys.exit(fitted(message))
     _refuse_unknown_flags(parser, options.vllm_mode, given)
     stated = DEFAULTS | server_flags(given)
     host = stated["--host"]
@@ -102,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         ready = ready_text(host, port, options.vllm_mode, set_up_token(port))
     except AtroposTrainingError as error:
-        sys.exit(f"trl-atropos serve: {error}")
+        sys.exit(fitted(f"trl-atropos serve: {error}"))
     # a front sets it to nothing: its child is not what users talk to
     os.environ.setdefault(READY_VARIABLE, ready)
     os.environ[NUMERICS_VARIABLE] = options.numerics
@@ -130,6 +138,13 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
+    # a service's log has it from vLLM
+    if cpu and not _states_cache(stated) and sys.stderr.isatty():
+        message = (
+            f"trl-atropos serve: the KV cache gets {CPU_CACHE_GIB} GiB of memory; "
+            f"`{CACHE_VARIABLE}=N` makes it N.\n"
+        )
+        sys.stderr.write(fitted(message))
     if cpu and "--data-parallel-size" not in stated:
         # one process less, eight seconds less to start
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -160,11 +175,13 @@ def vllm_arguments(
     `REQUIRED`."""
     required = dict(REQUIRED)
     defaults = dict(DEFAULTS)
+    stated = server_flags(given)
     if cpu:
         required |= CPU_REQUIRED
         defaults |= CPU_DEFAULTS
+        if not _states_cache(stated):
+            defaults["--kv-cache-memory-bytes"] = str(CPU_CACHE_GIB << 30)
     required |= NUMERICS_FLAGS[numerics]
-    stated = server_flags(given)
     if numerics == "bitwise" and cpu:
         raise ValueError(
             "--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU."
@@ -191,6 +208,11 @@ def vllm_arguments(
         # compiling takes longer than it saves on small CPU models
         arguments.append("--enforce-eager")
     return arguments
+
+
+def _states_cache(stated: Mapping[str, str]) -> bool:
+    """Returns whether flags or the environment say how large the cache of a CPU server is."""
+    return bool(CACHE_FLAGS & stated.keys() or os.environ.get(CACHE_VARIABLE))
 
 
 def set_up_token(port: str) -> Path | None:
@@ -225,21 +247,23 @@ def url_of(host: str, port: str | int) -> str:
 
 
 def ready_text(host: str, port: str, mode: str, token_file: Path | None) -> str:
-    """Returns the line that a server prints when it is ready. Without a file, the token is in
-    `TRL_ATROPOS_TOKEN`."""
+    """Returns the lines that a server prints when it is ready, with the command of a trainer.
+    Without a file, the token is in `TRL_ATROPOS_TOKEN`."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     url = url_of(host, port)
     token = TOKEN_VARIABLE
-    assignment = ""
+    command = [
+        f"trl-atropos train RECIPE --vllm_mode {mode} --start_vllm false",
+        f"--vllm_server_base_url {url}",
+    ]
     if token_file is not None:
         token = token_file
-        assignment = f"{TOKEN_VARIABLE}=$(cat {token_file}) "
-    return (
-        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next: "
-        f"{assignment}trl-atropos train RECIPE --vllm_mode {mode} --start_vllm false "
-        f"--vllm_server_base_url {url}\n"
-    )
+        command.insert(0, f"{TOKEN_VARIABLE}=$(cat {token_file})")
+    # short lines that the shell reads as one: a terminal would break a long one anywhere
+    copied = " \\\n    ".join(command)
+    ready = f"trl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next:"
+    return fitted(f"\n{ready}\n") + f"  {copied}\n"
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_atropos.errors import reason_of
-from trl_atropos.logging import columns
 from trl_atropos.services.stacks import places_of
+from trl_atropos.terminal import columns
 
 if TYPE_CHECKING:
     from trl_atropos.services.manager import Service
@@ -61,7 +62,7 @@ def tell_work(service: "Service", doing: str) -> None:
         text = VLLM_PREFIX.sub("", line).strip()
         if re.search("[a-z]{3}", text):
             work = text
-    width = columns() or TAIL_WIDTH
+    width = columns(sys.stderr) or TAIL_WIDTH
     room = width - len("[trl_atropos] ")
     logger.info(textwrap.shorten(f"{doing}: {work}", room, placeholder=" …"))
 
