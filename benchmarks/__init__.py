@@ -16,7 +16,7 @@ BENCHMARKS = {  # one module each
     "loop": "whether sampling and training overlap; the whole loop beside TRL's",
     "step": "how many useful tokens a training step works off, beside TRL's own",
     "sampling": "how fast the server samples, and what log-probabilities cost",
-    "target": "GPU-seconds until held-out problems are solved, beside TRL's own trainer",
+    "target": "GPU-seconds until held-out problems are solved, beside TRL",
     "numerics": "by how much trainer and server disagree, and what it costs to agree",
 }
 

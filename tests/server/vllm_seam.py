@@ -10,6 +10,7 @@ from tests.house.seam import Lines, Names
 
 LAYERS = "vllm.model_executor.layers"
 LAUNCHERS = "vllm.entrypoints.launchers"
+FAST_LOGPROBS = ("server/sampled_logprobs.py",)
 COMPAT = ("server/compat.py",)
 CONTROL = ("server/control.py",)
 SAMPLING = ("server/sampling.py",)
@@ -40,6 +41,8 @@ ENGINE = [
         ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"),
         ("benchmarks/publish.py",),
     ),
+    Names("vllm.envs:", ("VLLM_CPU_OMP_THREADS_BIND",), ("benchmarks/sampling_targets.py",)),
+    Names("vllm.envs:", ("VLLM_PLUGINS",), FAST_LOGPROBS),
     Names(
         "vllm.envs:",
         ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_RPC_BASE_PATH"),
@@ -127,7 +130,6 @@ WRAPPED = [
 
 # These carry the log-probabilities of sampled tokens from the engine to the answer of a request. A
 # wrapper of one of them passes on arguments that it does not know: they grow with the versions.
-FAST_LOGPROBS = ("server/sampled_logprobs.py",)
 SAMPLED_LOGPROBS = [
     Names(
         "vllm.v1.core.sched.scheduler:Scheduler",
@@ -166,6 +168,11 @@ SAMPLED_LOGPROBS = [
         FAST_LOGPROBS,
     ),
     Names("vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer", ("stop",), FAST_LOGPROBS),
+    Names(
+        "vllm.v1.engine.logprobs:LogprobsProcessor",
+        ("_update_sample_logprobs(logprobs_lists)",),
+        ("benchmarks/sampling_equality.py",),
+    ),
     Names(
         "vllm.v1.engine:EngineCoreOutput",
         ("request_id", "new_token_ids", "new_logprobs"),

@@ -38,7 +38,7 @@ from vllm.v1.outputs import LogprobsLists
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE
 
 # What the path relies on, with the arguments or fields that it knows, in vLLM 0.26 to 0.33.
-# `module:object` -> names that the object has, or the first of its fields.
+# `module:object` -> names that the object has.
 NEEDED_NAMES = {
     "vllm.v1.core.sched.scheduler:Scheduler": ("update_from_output",),
     "vllm.v1.engine.core:EngineCore": ("step",),
@@ -53,8 +53,13 @@ NEEDED_NAMES = {
         "get_next_output_text",
     ),
     "vllm.v1.engine.logprobs:LogprobsProcessor": ("_correct_decoded_token",),
+    "vllm.v1.outputs:LogprobsLists": (
+        "logprob_token_ids",
+        "logprobs",
+        "sampled_token_ranks",
+        "cu_num_generated_tokens",
+    ),
 }
-NEEDED_FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 
 # The method that `install` adds to the engine: a server asks by it which path the engine takes.
 QUESTION = "trl_atropos_sends_vectors"
@@ -78,8 +83,6 @@ def missing_names() -> list[str]:
         for name in names:
             if not hasattr(target, name):
                 missing.append(f"{place}.{name}")
-    if LogprobsLists._fields[: len(NEEDED_FIELDS)] != NEEDED_FIELDS:
-        missing.append("vllm.v1.outputs:LogprobsLists with the fields " + ", ".join(NEEDED_FIELDS))
     return missing
 
 
@@ -148,7 +151,9 @@ def _sending_a_vector(update_from_output):
                     narrow.append(output)
             if narrow:
                 values = _sampled_values(lists, narrow, model_output.req_id_to_index)
-                narrow[0].new_logprobs = LogprobsLists(EMPTY, values, EMPTY, None)
+                narrow[0].new_logprobs = LogprobsLists(
+                    logprob_token_ids=EMPTY, logprobs=values, sampled_token_ranks=EMPTY
+                )
         return outputs_by_client
 
     return update
@@ -194,7 +199,7 @@ def _reading_vectors(process_outputs):
 
     @wraps(process_outputs)
     def process(processor, outputs, *args, **options):
-        values = getattr(processor, "_trl_atropos_values", iter(()))
+        values = getattr(processor, "trl_atropos_values", iter(()))
         for output in outputs:
             count = len(output.new_token_ids)
             if not count:
@@ -213,7 +218,7 @@ def _reading_vectors(process_outputs):
             state = processor.request_states.get(output.request_id)
             if state is not None:  # else it was aborted
                 _hand_over(step_values, output, state.logprobs_processor)
-        processor._trl_atropos_values = values
+        processor.trl_atropos_values = values
         return process_outputs(processor, outputs, *args, **options)
 
     return process
@@ -237,7 +242,11 @@ def _hand_over(values: list[float], output, processor: LogprobsProcessor) -> Non
         tokens = np.array(output.new_token_ids, np.int32)
         column = np.array(values, np.float32)
         no_ranks = np.zeros(len(values), np.int32)
-        output.new_logprobs = LogprobsLists(tokens[:, None], column[:, None], no_ranks, None)
+        output.new_logprobs = LogprobsLists(
+            logprob_token_ids=tokens[:, None],
+            logprobs=column[:, None],
+            sampled_token_ranks=no_ranks,
+        )
 
 
 def _preparing_for_vectors(from_new_request):
