@@ -351,6 +351,12 @@ class SampledLogprobs(Sequence):
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
         return map(self.__getitem__, range(len(self)))
 
+    def texts(self) -> list[str | None]:
+        """Returns the text of each token by itself, or `None` for each if no texts are wanted."""
+        if len(self._tokens) < len(self.values):
+            self._read_tokens()
+        return self._texts
+
     def _read_tokens(self) -> None:
         """Takes the tokens from the detokenizer, and makes their texts."""
         end = self._start + len(self.values)

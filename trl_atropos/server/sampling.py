@@ -36,7 +36,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from trl_atropos.protocol import RESHAPING_FIELDS, Note, SamplingSettings, Span, completion_key
-from trl_atropos.server import compat, sampled_logprobs
+from trl_atropos.server import compat, openai_logprobs, sampled_logprobs
 from trl_atropos.server.plane import (
     EVALUATION,
     ControlPlane,
@@ -78,9 +78,10 @@ FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 # Patches of vLLM at import, because they must stand before the first request. `parse` sets
 # `flat_logprobs` in every `/generate` request, and the first patch leaves out texts only for those.
-# The second one comes after it and serves most requests in its place.
+# The second one comes after it and serves most requests in its place, the third one their answers.
 compat.leave_logprobs_without_text()
 sampled_logprobs.install()
+openai_logprobs.install()
 
 
 class Sampling:
