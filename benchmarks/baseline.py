@@ -21,6 +21,7 @@ TIMEOUT = 3600.0  # seconds for one benchmark
 COMMANDS = {
     "step": ["step"],
     "ingest": ["ingest"],
+    "sampling": ["sampling", "--clients", "32", "--tokens", "96", "--rounds", "3"],
     "loop": ["loop"],
     "weights": [
         "weights",
@@ -56,6 +57,11 @@ def _publish(result: dict[str, Any], mode: str) -> float:
     return row["publish_ms"]
 
 
+def _front_us(result: dict[str, Any], name: str) -> float:
+    (row,) = [row for row in result["rows"] if row["row"] == name]
+    return row["front_us"]
+
+
 RATIOS = {
     "useful tokens per second over TRL's, fixed rows": Ratio(
         "step", _speedup("spread", "rows"), True
@@ -75,6 +81,14 @@ RATIOS = {
     ),
     "on-policy step over sampling + training": Ratio(
         "loop", lambda r: max(row["strict_ratio"] for row in r["rows"]), False
+    ),
+    "processor time of log-probabilities over none": Ratio(
+        "sampling",
+        lambda result: (
+            _front_us(result, "engine, log-probabilities")
+            / _front_us(result, "engine, no log-probabilities")
+        ),
+        False,
     ),
     "publish of nccl_lora over lora": Ratio(
         "weights", lambda result: _publish(result, "nccl_lora") / _publish(result, "lora"), False

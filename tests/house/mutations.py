@@ -337,6 +337,38 @@ MUTATIONS: list[Mutation] = [
     ),
     # --------------------------------------------------------------------------------------- server
     Mutation(
+        "trl_atropos/server/sampled_logprobs.py",
+        "return lists.logprobs[rows, 0]",
+        "return lists.logprobs[rows[::-1], 0]",
+        "tests/server/test_sampled_logprobs.py::test_engine_takes_values_in_order_of_outputs",
+    ),
+    Mutation(
+        "trl_atropos/server/sampled_logprobs.py",
+        "            step_values = list(islice(values, count))",
+        "            if output.request_id not in processor.request_states:\n"
+        "                continue\n"
+        "            step_values = list(islice(values, count))",
+        "tests/server/test_sampled_logprobs.py::test_aborted_request_keeps_its_place_in_vector",
+    ),
+    Mutation(
+        "trl_atropos/server/sampled_logprobs.py",
+        "values, self._start + start)",
+        "values, start)",
+        "tests/server/test_sampled_logprobs.py::test_slice_keeps_place_of_its_tokens",
+    ),
+    Mutation(
+        "trl_atropos/server/sampled_logprobs.py",
+        "tokens[max(0, index - CONTEXT) : index]",
+        "tokens[max(start, index - CONTEXT) : index]",
+        "tests/server/test_sampled_logprobs.py::test_stream_parts_have_their_own_tokens",
+    ),
+    Mutation(
+        "trl_atropos/server/openai_logprobs.py",
+        "offset += len(text)",
+        "offset += 1",
+        "tests/server/test_openai_logprobs.py::test_answer_is_vllms_own",
+    ),
+    Mutation(
         "trl_atropos/server/sampling.py",
         "return max(float(logprob), LOWEST_LOGPROB)",
         "return float(logprob)",
