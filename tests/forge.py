@@ -145,6 +145,12 @@ class Forked:
     def poll(self) -> int | None:
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if the process is there: its exit code comes a moment after its end."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(str(self.pid), timeout)

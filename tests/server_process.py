@@ -117,11 +117,11 @@ def running_server(
     finally:
         shared.note([process.pid, *members(process.pid)])
         if process.poll() is None:
-            os.kill(process.pid, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(GRACE)
             except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
                 process.wait(GRACE)
         end_service(process.pid, GRACE, shared)
 

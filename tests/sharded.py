@@ -101,7 +101,8 @@ def _wait(children: list[Forked], deadline: float) -> bool:
 
 def _end(child: Forked) -> None:
     if child.poll() is None:  # its group is its own for as long as it is not waited for
-        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
