@@ -11,6 +11,9 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("TRL_ATROPOS_TOKEN", None)  # a user has not set one where a run starts its servers
 os.environ.pop("TRL_ATROPOS_VERBOSITY", None)
+# pytest-xdist sets it for its workers. A shell does not hand it on, and what commands print into a
+# file is not broken into lines.
+os.environ.pop("COLUMNS", None)
 
 from collections import Counter
 from collections.abc import Iterator
