@@ -25,7 +25,7 @@ OVERRIDDEN = [
     "_prepare_inputs", "_get_per_token_logps_and_entropies", "compute_loss", "training_step", "_clip_grad_norm",
     "_get_grad_norm", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", "_save", "_load_from_checkpoint",
     "_load_best_model", "_load_optimizer_and_scheduler", "create_model_card", "init_hf_repo", "push_to_hub",
-    "_push_from_checkpoint",
+    "_finish_current_push", "_push_from_checkpoint",
 ]  # fmt: skip
 CONSTRUCTOR = (
     "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
