@@ -11,6 +11,7 @@ from tests.house.seam import Lines, Names
 LAYERS = "vllm.model_executor.layers"
 LAUNCHERS = "vllm.entrypoints.launchers"
 FAST_LOGPROBS = ("server/sampled_logprobs.py",)
+OPENAI_LOGPROBS = ("server/openai_logprobs.py",)
 COMPAT = ("server/compat.py",)
 CONTROL = ("server/control.py",)
 SAMPLING = ("server/sampling.py",)
@@ -189,6 +190,33 @@ SAMPLED_LOGPROBS = [
         "vllm.v1.engine.core_client:AsyncMPClient",
         ("call_utility_async(method)",),
         FAST_LOGPROBS,
+    ),
+    Names(
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+        (
+            "_create_chat_logprobs(token_ids, top_logprobs, logprob_token_ids, return_as_token_id)",
+            "return_tokens_as_token_ids",
+        ),
+        OPENAI_LOGPROBS,
+    ),
+    Names(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionLogProbsContent",
+        ("token", "logprob", "bytes", "top_logprobs"),
+        OPENAI_LOGPROBS,
+    ),
+    Names(
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion",
+        (
+            "_create_completion_logprobs(token_ids, top_logprobs, logprob_token_ids, "
+            "initial_text_offset, return_as_token_id)",
+            "return_tokens_as_token_ids",
+        ),
+        OPENAI_LOGPROBS,
+    ),
+    Names(
+        "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs",
+        ("text_offset", "token_logprobs", "tokens", "top_logprobs"),
+        OPENAI_LOGPROBS,
     ),
 ]
 
