@@ -542,6 +542,7 @@ def test_one_memory_of_two_servers_is_refused(desk, vllm):
 # -------------------------------------------------------------------------- Atropos and rollouts
 
 
+@pytest.mark.slow(35)
 def test_missing_atropos_api_is_reported(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm)
     assert_told(

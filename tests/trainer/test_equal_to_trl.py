@@ -294,6 +294,7 @@ def test_every_correction_takes_same_steps(tiny_model, tmp_path, rhythm, mode, l
     assert 1.0 < max(largest) <= 1.1 + 1e-6
 
 
+@pytest.mark.slow(50)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type_is_corrected_without_scoring(tiny_model, tmp_path, loss_type):
     settings = {

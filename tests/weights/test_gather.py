@@ -265,7 +265,10 @@ def recording(tiny_model, tmp_path_factory) -> str:
     return record(folder / "rollouts.jsonl", mixed_batch(tiny_model, 1), mixed_batch(tiny_model, 2))
 
 
-@pytest.fixture(scope="module", params=["plain", *KINDS])
+SHARDED = [pytest.param(kind, marks=pytest.mark.slow(25)) for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=["plain", *SHARDED])
 def ranks(request, tiny_model, recording, tmp_path_factory) -> list[dict[str, Any]]:
     """What each process of one kind told."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
