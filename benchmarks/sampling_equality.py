@@ -16,7 +16,7 @@ import random
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -123,7 +123,7 @@ async def _compare(engine, company: str, others: list[dict], tokens: int) -> dic
     return {"company": company, **row, **seen["counts"], "runner": seen["runner"]}
 
 
-def _num_tokens(got: dict[str, dict[int, Completion]]) -> AsyncIterator[int]:
+def _num_tokens(got: dict[str, dict[int, Completion]]) -> Iterator[int]:
     for completions in got.values():
         for completion in completions.values():
             yield len(completion.tokens)

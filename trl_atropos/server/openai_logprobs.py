@@ -8,9 +8,7 @@ itself has made. All others, such as answers with token ids in place of texts, k
 
 from functools import wraps
 
-from trl_atropos.server.sampled_logprobs import SampledLogprobs
-
-LOWEST_LOGPROB = -9999.0  # what these routes send for minus infinity
+from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB, SampledLogprobs
 
 
 def install() -> None:

@@ -65,6 +65,8 @@ NEEDED_NAMES = {
 QUESTION = "trl_atropos_sends_vectors"
 
 EMPTY = np.empty(0, np.int32)
+# vLLM's own routes send this for minus infinity, which JSON cannot hold.
+LOWEST_LOGPROB = -9999.0
 CONTEXT = 4  # tokens: a character of UTF-8 has at most as many bytes
 
 
@@ -344,9 +346,8 @@ class SampledLogprobs(Sequence):
             start, _, _ = index.indices(len(self.values))
             values = self.values[index]
             return SampledLogprobs(self._detokenizer, self._decoder, values, self._start + start)
-        if len(self._tokens) < len(self.values):
-            self._read_tokens()
-        return {self._tokens[index]: Logprob(self.values[index], None, self._texts[index])}
+        text = self.texts()[index]
+        return {self._tokens[index]: Logprob(self.values[index], None, text)}
 
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
         return map(self.__getitem__, range(len(self)))

@@ -45,12 +45,9 @@ from trl_atropos.server.plane import (
     answer,
     while_connected,
 )
-from trl_atropos.server.sampled_logprobs import SampledLogprobs
+from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB, SampledLogprobs
 
 logger = logging.getLogger("vllm.trl_atropos")
-
-# vLLM's own routes send this for minus infinity, which JSON cannot hold.
-LOWEST_LOGPROB = -9999.0
 
 IGNORED_FIELDS = ("model", "stream", "user")  # of the OpenAI protocol: environments send them along
 # vLLM sets these fields itself (it marks others by an underscore). The last one replays tokens that
