@@ -1,5 +1,7 @@
 """A rollout: its tokens and score, its advantage, its staleness, and its columns in an Arrow table.
 
+A rollout is an episode. If the episode branches, `tree.py` says how its parts hang together.
+
 `intake.py` makes rollouts, `spool.py` writes and reads them, and `batches/` trains on them.
 
 Functions import torch themselves, so that the report's page can read rollouts quickly.
@@ -13,6 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from trl_atropos.rollouts.tree import Tree
+
 ScaleRewards = Literal["group", "batch", "none"]
 ABANDONED = "abandoned"  # in place of the name of a branch that the last resume abandoned
 EPSILON = np.float32(1e-4)  # TRL's
@@ -21,7 +25,8 @@ ZERO_STD = 1e-8  # `torch.isclose` takes it for zero
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One rollout of `p` prompt tokens and `c` completion tokens, validated by `intake.py`."""
+    """One rollout of `p` prompt tokens and `c` completion tokens, validated by `intake.py`. The
+    *row* of a rollout is its prompt, then its completion, `(p + c,)`."""
 
     prompt_ids: np.ndarray  # (p,) int32, p >= 1
     completion_ids: np.ndarray  # (c,) int32, c >= 1; ends at the last trained token
@@ -51,6 +56,14 @@ class Rollout:
     distill_logprobs: np.ndarray | None = None  # (c, k) float32, NaN = absent
     messages: str | None = None  # JSON of the conversation, for human readers
     rewards: dict[str, float] | None = None  # named parts of the score, for metrics alone
+    # The parts of a row that branches; None = each token of the row precedes the next. The prompt
+    # is the beginning of the first part, and the completion is all other tokens of the tree.
+    tree: Tree | None = None
+
+    @property
+    def row(self) -> np.ndarray:
+        """Prompt and completion, `(p + c,)` int32."""
+        return np.concatenate([self.prompt_ids, self.completion_ids])
 
     @property
     def trains_on_token_advantages(self) -> bool:
