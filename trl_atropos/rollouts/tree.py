@@ -1,9 +1,9 @@
 """How the parts of a rollout that branches hang together.
 
-An agent's episode need not be one growing sequence of tokens. A template may strip earlier reasoning
-from the context, a subagent may begin a context of its own, and several calls may go on from one
-context. What was sampled is then a tree. `intake.py` makes such a rollout of what an environment
-sends, and `batches/packing.py` computes it.
+An agent's episode need not be one growing sequence of tokens. A template may strip earlier
+reasoning from the context, a subagent may begin a context of its own, and several calls may go on
+from one context. What was sampled is then a tree. `intake.py` makes such a rollout of what an
+environment sends, and `batches/packing.py` computes it.
 """
 
 from collections.abc import Sequence
