@@ -368,7 +368,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _batch_of(self, rollouts: list[Rollout]) -> GenerationBatch:
         multiple = self.pad_to_multiple_of or 1
         packs = self.computation.packs
-        return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
+        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple, ends)
 
     @contextmanager
     def _settings_of_batch(self) -> Iterator[None]:
@@ -381,16 +382,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
         If `use_vllm` is set, TRL's body scores every batch before training. So it is set here only
         if `_scores_first`. Afterwards it is what it was, because TRL's loss reads it too.
+
+        TRL masks a rollout that was cut off as a whole. If any rollout branches, the batch masks
+        what was cut off itself.
         """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
+        masks_truncated = self.mask_truncated_completions
         self.num_generations = len(self._batch.rollouts)
         self.use_vllm = use_vllm and self._scores_first
+        self.mask_truncated_completions = masks_truncated and not self._batch.branches
         try:
             yield
         finally:
             self.num_generations = num_generations
             self.use_vllm = use_vllm
+            self.mask_truncated_completions = masks_truncated
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""

@@ -71,6 +71,8 @@ class BatchMonitor:
         groups. `tables` are TRL's columns of the completions table, which shows rollouts in the
         order in which they came, by group."""
         rollouts = batch.rollouts
+        for name, value in batch.completion_metrics().items():
+            self._metrics[name][-1] = value
         self._metrics["frac_reward_zero_std"][-1] = share_zero_variance(rollouts)
         advantages = tables["advantages"]
         for _ in range(min(len(rollouts), len(advantages))):
