@@ -145,10 +145,13 @@ def padded(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor, int
     return ids, mask, prompt_width, width
 
 
-def logprobs_alone(model: Any, rollouts: Sequence[Rollout], width: int) -> torch.Tensor:
+def logprobs_alone(
+    model: Any, rollouts: Sequence[Rollout], width: int, with_entropies: bool = False
+) -> Any:
     """Log-probabilities of the trained tokens, (B, C), by the model's own forward pass of the path
-    of each part alone; 0 for all others."""
-    values = torch.zeros(len(rollouts), width)
+    of each part alone; 0 for all others. With their entropies if these are asked for."""
+    shape = (len(rollouts), width)
+    values, entropies = torch.zeros(shape), torch.zeros(shape)
     for number, rollout in enumerate(rollouts):
         for part, path in enumerate(paths_of(rollout)):
             own = own_places(rollout, part)
@@ -156,9 +159,14 @@ def logprobs_alone(model: Any, rollouts: Sequence[Rollout], width: int) -> torch
                 continue
             ids = torch.from_numpy(rollout.row[path].astype(np.int64))
             logits = model(input_ids=ids[None]).logits[0, :-1].float()
-            logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            on_path = np.searchsorted(path, own)
+            logprobs = logits.log_softmax(-1)
+            of_path = logprobs.gather(1, ids[1:, None])[:, 0]
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            predicts = np.searchsorted(path, own) - 1
             columns = torch.from_numpy(own - len(rollout.prompt_ids))
-            row = torch.full_like(columns, number)
-            values = values.index_put((row, columns), logprobs[on_path - 1])
+            place = (torch.full_like(columns, number), columns)
+            values = values.index_put(place, of_path[predicts])
+            entropies = entropies.index_put(place, entropy[predicts])
+    if with_entropies:
+        return values, entropies
     return values
