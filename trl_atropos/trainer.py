@@ -410,7 +410,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _measure_batch(self) -> None:
         """Corrects what TRL has logged of the generation batch, and measures it."""
         batch = self._batch
-        self._monitor.correct_logs(batch, self._logs)
+        decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
+        self._monitor.correct_logs(batch, self._logs, decode)
         metrics = self.policy_publisher.pop_metrics()
         if self.accelerator.is_main_process:
             metrics |= self.rollout_source.metrics()
@@ -506,6 +507,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         budget = self._token_budget
         if index == 0 or budget is None or not budget.measures:
             return nullcontext()
+        if micro_batch.get("exceeds_budget"):  # it takes less memory a token than others
+            return nullcontext()
         return budget.measured(computed_tokens(micro_batch))
 
     def _backward_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
@@ -518,7 +521,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Returns the loss, and the divergence from the teacher if there is one."""
-        with self._batch.computing_loss_of(micro_batch):
+        with (
+            self._batch.computing_loss_of(micro_batch),
+            self.computation.saving_memory(micro_batch),
+        ):
             loss = super().compute_loss(model, micro_batch)
         self._token_means.take(micro_batch)
         loss = loss * loss_share(self.args, len(micro_batch["completion_ids"]))

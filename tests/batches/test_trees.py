@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.batches.random_trees import chain, logprobs_alone, padded, paths_of, random_episode
+from tests.rollout_factory import make_rollout
 from trl_atropos.batches import packed_attention, packing
 from trl_atropos.batches.packing import Layout
 from trl_atropos.batches.sharing import BatchTokens, RolloutTokens, share_all
@@ -129,6 +130,19 @@ def test_row_has_each_common_beginning_once():
     assert tokens.added_by(0, 0) == 0
 
 
+def test_token_of_tree_is_scored_once():
+    rng = random.Random(3)
+    for _ in range(50):
+        rollout = random_episode(rng)
+        scored = np.concatenate(
+            [path.places[path.scored] for path in RolloutTokens.of(rollout).paths(0)]
+        )
+        expected = set(range(len(rollout.prompt_ids), len(rollout.row)))
+        if rollout.tree is not None:
+            expected -= set(rollout.tree.roots.tolist())
+        assert sorted(scored.tolist()) == sorted(expected)
+
+
 def test_unshared_row_without_branches_ignores_ids():
     model = make_policy(**MODELS["heads"])
     row_format = packed_attention.RowFormat.of(model, CPU, None, 4)
@@ -171,30 +185,24 @@ def test_example_of_tree_is_true():
     assert tree.renumbered([2, 0, 1]).parents.tolist() == [-1, -1, 1]
 
 
-def episode_of_three_calls() -> Rollout:
-    """`5 6 | 7 END`, then `5 6 | 8` which was cut off, then a new context `5 | END`."""
-    row = [5, 6, 7, END, 8, 5, END]
-    mask = [True, True, True, False, True]
-    return Rollout(
-        np.array(row[:2], np.int32),
-        np.array(row[2:], np.int32),
-        np.array(mask),
-        np.full(5, -1, np.float32),
-        score=1.0,
-        group_mean=0.0,
-        group_std=1.0,
-        token_advantages=None,
-        zero_advantage=False,
-        env_id=0,
-        tree=make_tree([4, 1, 2], [-1, 0, -1], [0, 2, 0]),
+def episode_of_four_calls() -> Rollout:
+    """`5 6 | 7 END`, then `5 6 | 8`, which was cut off, then a new context `5 | 9`, from whose end
+    another call sampled `END`."""
+    row = [5, 6, 7, END, 8, 5, 9, END]
+    mask = [True, True, True, False, True, True]
+    return make_rollout(
+        np.array(row[:2]),
+        np.array(row[2:]),
+        mask=np.array(mask),
+        tree=make_tree([4, 1, 2, 1], [-1, 0, -1, 2], [0, 2, 0, 2]),
     )
 
 
 def test_cut_calls_of_episode_are_found():
-    rollout = episode_of_three_calls()
-    assert cut_parts(rollout, [END]).tolist() == [False, True, False]
-    assert uncut_mask(rollout, [END]).tolist() == [True, True, False, False, True]
+    rollout = episode_of_four_calls()
+    assert cut_parts(rollout, [END]).tolist() == [False, True, False, False]
+    assert uncut_mask(rollout, [END]).tolist() == [True, True, False, False, True, True]
     metrics = completion_metrics([rollout, random_episode(random.Random(0), parts=0)], [END])
     assert metrics["completions/clipped_ratio"] == 1.0
-    assert metrics["completions/max_length"] >= 4
+    assert metrics["completions/max_length"] >= 5
     assert metrics["completions/mean_terminated_length"] == 0.0

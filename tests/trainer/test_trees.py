@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from tests.batches.random_trees import logprobs_alone, own_places, paths_of, random_episode
 from tests.rollout_factory import arguments, end_token, load_policy, make_rollout
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, PolicyPublisher, RolloutSource
+from trl_atropos.batches.truncation import cut_parts
 from trl_atropos.config import LOSS_TYPES
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 
@@ -265,3 +266,52 @@ def test_loss_of_trees_is_that_of_their_paths(name, tiny_model, tmp_path):
     found, _ = train(tiny_model, tmp_path / "trees", batches, **settings)
     expected, _ = train(tiny_model, tmp_path / "alone", batches, AloneTrainer, **settings)
     require_equal(found, expected)
+
+
+def test_table_and_lengths_know_branches(tiny_model, tmp_path):
+    (batch,) = tree_batches(tiny_model, 1)
+    _, trainer = train(tiny_model, tmp_path, [batch], log_completions=True)
+    texts = list(trainer._logs["completion"])
+    for rollout, text in zip(batch, texts, strict=True):
+        branches = 0 if rollout.tree is None else len(rollout.tree) - 1
+        assert text.count(": leaves ") + text.count(": a new context") == branches
+    entry = trainer.state.log_history[0]
+    assert entry["completions/max_length"] == max(rollout.mask.sum() for rollout in batch)
+    ends = [end_token(tiny_model)]
+    cut = np.mean([cut_parts(rollout, ends).any() for rollout in batch])
+    assert cut > 0
+    assert entry["completions/clipped_ratio"] == pytest.approx(cut)
+
+
+class CountingTrainer(AtroposGRPOTrainer):
+    """Counts the forward passes of the first layer, those of backward passes, too."""
+
+    def train(self, *args, **kwargs):
+        self.passes = 0
+        self.model.model.layers[0].register_forward_pre_hook(self._count)
+        return super().train(*args, **kwargs)
+
+    def _count(self, *_):
+        self.passes += torch.is_grad_enabled()
+
+
+def test_episode_larger_than_micro_batch_is_computed_again(tiny_model, tmp_path, caplog):
+    caplog.set_level("INFO", logger="trl_atropos")
+    batches = tree_batches(tiny_model, 2)
+    large, usual = (
+        train(
+            tiny_model,
+            tmp_path / str(max_tokens),
+            batches,
+            CountingTrainer,
+            max_tokens_per_micro_batch=max_tokens,
+        )
+        for max_tokens in (20, 10_000)
+    )
+    require_equal(large[0], usual[0])
+    assert usual[1].passes == len(batches)
+    rollouts = BATCH * len(batches)  # each in a micro-batch of its own
+    branching = sum(rollout.tree is not None for batch in batches for rollout in batch)
+    assert rollouts < large[1].passes <= rollouts + branching
+    said = [entry for entry in caplog.records if "to save memory" in entry.getMessage()]
+    assert len(said) == 1

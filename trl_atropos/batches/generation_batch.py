@@ -89,6 +89,7 @@ class GenerationBatch:
         self._packs = packs
         self._multiple = multiple
         self._end_tokens = end_tokens
+        self._max_tokens: int | None = None  # of a planned micro-batch
 
     # ------------------------------------------------------------------------------------- rollouts
 
@@ -128,6 +129,7 @@ class GenerationBatch:
         """Plans micro-batches of at most `max_tokens` tokens, and puts the rollouts into their
         order. `step` is the optimizer step, by which the plan of each batch is drawn anew."""
         args = self._args
+        self._max_tokens = max_tokens
         shares = self._packs is not None and self._packs.shares
         tokens = BatchTokens(self.rollouts, shares)
         self.plan = plan(
@@ -228,10 +230,15 @@ class GenerationBatch:
 
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
         """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are
-        over `trained_tokens` tokens."""
+        over `trained_tokens` tokens. It `exceeds_budget` if an episode that branches, which stays
+        in one micro-batch, has more tokens than that may have."""
         rollouts = self.own_rollouts[part]
         micro_batch = self._trimmed(take(batch, part), lengths[part], rollouts)
         micro_batch["trained_tokens"] = _num_sampled(rollouts)
+        is_too_large = (
+            self._max_tokens is not None and computed_tokens(micro_batch) > self._max_tokens
+        )
+        micro_batch["exceeds_budget"] = is_too_large and _any_branches(rollouts)
         return micro_batch
 
     def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, rollouts: list[Rollout]) -> Batch:
