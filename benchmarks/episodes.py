@@ -270,7 +270,7 @@ def _plain(options: argparse.Namespace, prompt_length: int, same_prompt: bool) -
     rollouts = []
     for group in range(options.groups):
         prompt = draw.integers(0, VOCABULARY, prompt_length)
-        for number, score in enumerate(draw.normal(size=options.group_size)):
+        for score in draw.normal(size=options.group_size):
             ids = draw.integers(0, VOCABULARY, length)
             if same_prompt:
                 ids[:prompt_length] = prompt
