@@ -5,6 +5,7 @@ import contextlib
 import gc
 import math
 import time
+import weakref
 from functools import partial
 
 import numpy as np
@@ -285,6 +286,100 @@ def test_kernel_gets_keys_of_each_rollout(policy, window, monkeypatch):
         layer, query, key, value, None, keys, dropout=0.0, **options
     )
     torch.testing.assert_close(at_once, apart)
+
+
+def attention_of_parts(query, key, value, borders, key_borders):
+    attended = []
+    for begin, end, first, last in zip(borders, borders[1:], key_borders, key_borders[1:]):
+        mask = packed_attention._mask(int(end - begin), int(last - first), None, CPU)
+        q, k, v = (
+            states.transpose(0, 1)[None]
+            for states in (query[begin:end], key[first:last], value[first:last])
+        )
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True
+        )
+        attended.append(output[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+@torch.library.custom_op("trl_atropos::tested_attention", mutates_args=())
+def kernel_of_parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    key_borders: torch.Tensor,
+) -> torch.Tensor:
+    """Keeps query, key and value for its backward pass, as the GPU's kernel does."""
+    return attention_of_parts(query, key, value, borders, key_borders)
+
+
+def _gradient_of_parts(context, gradient):
+    *states, borders, key_borders = context.saved_tensors
+    with torch.enable_grad():
+        states = [state.detach().requires_grad_() for state in states]
+        attended = attention_of_parts(*states, borders, key_borders)
+        return *torch.autograd.grad(attended, states, gradient), None, None
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+kernel_of_parts.register_fake(lambda query, *_: torch.empty_like(query))
+kernel_of_parts.register_autograd(_gradient_of_parts, setup_context=_keep)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow(20))])
+def test_copied_keys_are_not_kept(compiled, policy, monkeypatch):
+    """30 rollouts of one prompt: their keys are ten times as many as the row's tokens."""
+    prompt = np.arange(100)
+    rollouts = [RolloutTokens(100, 101, np.append(prompt, 100 + n)) for n in range(30)]
+    row_format = row_format_of(policy)._replace(shares=True)
+    layout = Layout.of(rollouts, 100, 1, row_format)
+    lengths, keys = layout.inputs["rollout_lengths"], layout.inputs["rollout_keys"]
+    assert len(keys) > 10 * layout.tokens.numel()
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(1, heads, layout.tokens.numel(), 8, generator=draw).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    layer = policy.model.layers[0].self_attn
+    monkeypatch.setattr(layer, "num_key_value_groups", 2)
+    apart, _ = packed_attention.attend(layer, *states, None, keys, lengths, dropout=0.0)
+    expected = torch.autograd.grad(apart.square().sum(), states)
+    copies = []
+
+    def kernel(query, key, value, *, cu_seq_q, cu_seq_k, **_):
+        if not torch.compiler.is_compiling():
+            copies.extend([weakref.ref(key), weakref.ref(value)])
+        return kernel_of_parts(query, key, value, cu_seq_q, cu_seq_k)
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    borders, key_borders = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
+    options = {"cu_seq_lens_k": key_borders, "max_length_q": 128, "max_length_k": 128}
+
+    def attend(*states):
+        return packed_attention.attend(
+            layer, *states, None, keys, cu_seq_lens_q=borders, dropout=0.0, **options
+        )[0]
+
+    kept = []
+    if compiled:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: kept.append(saved.shape) or saved, lambda saved: saved
+        ):
+            attended = torch.compile(attend, dynamic=True)(*states)
+        assert kept
+        as_long = [shape for shape in kept if shape[:1] == keys.shape]
+        assert as_long == [keys.shape] * len(as_long)  # the places of the copies, and no copies
+    else:
+        attended = attend(*states)
+        assert [copy() for copy in copies] == [None, None]
+    found = torch.autograd.grad(attended.square().sum(), states)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_shared_prompt_gradient_adds_in_float32(policy):
