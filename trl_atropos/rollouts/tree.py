@@ -106,9 +106,7 @@ class Tree:
         return Tree(self.lengths[order_array], new_parents, self.shared[order_array])
 
 
-def make_tree(
-    lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]
-) -> Tree | None:
+def make_tree(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> Tree | None:
     """Returns the tree of parts with these lengths, or None for a single part, which is no tree.
 
     A part that shares no more than its parent does leaves one of the parent's own ancestors. It
