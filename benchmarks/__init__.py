@@ -15,6 +15,7 @@ BENCHMARKS = {  # one module each
     "ingest": "how long a batch of rollouts takes from the socket to tensors",
     "loop": "whether sampling and training overlap; the whole loop beside TRL's",
     "step": "how many useful tokens a training step works off, beside TRL's own",
+    "episodes": "how long a step takes on episodes that branch, and on shared prompts",
     "sampling": "how fast the server samples, and what log-probabilities cost",
     "target": "GPU-seconds until held-out problems are solved, beside TRL",
     "numerics": "by how much trainer and server disagree, and what it costs to agree",

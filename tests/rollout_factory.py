@@ -13,12 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from recipes.quickstart.make_model import make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire_values import MASKED
 
 SENTINEL = 1.0  # what Atropos writes where there is no log-probability
@@ -126,6 +128,22 @@ def policy_logprobs(model: Path, tokens: tuple[int, ...]) -> list[float]:
     logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
     following = torch.tensor(tokens[1:])[:, None]
     return [0.0, *logits.log_softmax(-1).gather(1, following)[:, 0].tolist()]
+
+
+def make_rollout(prompt: np.ndarray, completion: np.ndarray, **fields: Any) -> Rollout:
+    """A rollout of one trained stretch, with a score of its own."""
+    usual = {
+        "mask": np.ones(len(completion), bool),
+        "logprobs": np.full(len(completion), -1, np.float32),
+        "score": 1.0,
+        "group_mean": 0.0,
+        "group_std": 1.0,
+        "token_advantages": None,
+        "zero_advantage": False,
+        "env_id": 0,
+        "group": 0,
+    }
+    return Rollout(prompt.astype(np.int32), completion.astype(np.int32), **usual | fields)
 
 
 def uniform_batch(model: Path, size: int, groups: int, seed: int, **options: Any) -> list[Group]:

@@ -368,7 +368,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _batch_of(self, rollouts: list[Rollout]) -> GenerationBatch:
         multiple = self.pad_to_multiple_of or 1
         packs = self.computation.packs
-        return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
+        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple, ends)
 
     @contextmanager
     def _settings_of_batch(self) -> Iterator[None]:
@@ -381,16 +382,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
         If `use_vllm` is set, TRL's body scores every batch before training. So it is set here only
         if `_scores_first`. Afterwards it is what it was, because TRL's loss reads it too.
+
+        TRL masks a rollout that was cut off as a whole. If any rollout branches, the batch masks
+        what was cut off itself.
         """
         num_generations = self.num_generations
         use_vllm = self.use_vllm
+        masks_truncated = self.mask_truncated_completions
         self.num_generations = len(self._batch.rollouts)
         self.use_vllm = use_vllm and self._scores_first
+        self.mask_truncated_completions = masks_truncated and not self._batch.branches
         try:
             yield
         finally:
             self.num_generations = num_generations
             self.use_vllm = use_vllm
+            self.mask_truncated_completions = masks_truncated
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """Returns the rollouts of the batch. TRL calls it as its `rollout_func` hook."""
@@ -403,7 +410,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _measure_batch(self) -> None:
         """Corrects what TRL has logged of the generation batch, and measures it."""
         batch = self._batch
-        self._monitor.correct_logs(batch, self._logs)
+        decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
+        self._monitor.correct_logs(batch, self._logs, decode)
         metrics = self.policy_publisher.pop_metrics()
         if self.accelerator.is_main_process:
             metrics |= self.rollout_source.metrics()
@@ -499,6 +507,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         budget = self._token_budget
         if index == 0 or budget is None or not budget.measures:
             return nullcontext()
+        if micro_batch.get("exceeds_budget"):  # it takes less memory a token than others
+            return nullcontext()
         return budget.measured(computed_tokens(micro_batch))
 
     def _backward_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
@@ -511,7 +521,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Returns the loss, and the divergence from the teacher if there is one."""
-        with self._batch.computing_loss_of(micro_batch):
+        with (
+            self._batch.computing_loss_of(micro_batch),
+            self.computation.saving_memory(micro_batch),
+        ):
             loss = super().compute_loss(model, micro_batch)
         self._token_means.take(micro_batch)
         loss = loss * loss_share(self.args, len(micro_batch["completion_ids"]))

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from tests.rollout_factory import (
     AsDrawnConfig,
     make_group,
+    make_rollout,
     make_trainer,
     step_logs,
     uniform_batch,
@@ -26,6 +27,7 @@ from trl_atropos.batches.micro_batches import (
     trim,
     without_padding,
 )
+from trl_atropos.batches.sharing import BatchTokens
 from trl_atropos.config import LOSS_TYPES
 
 ADDS_UP = [name for name in LOSS_TYPES if name != "bnpo"]
@@ -126,11 +128,44 @@ def test_rows_of_like_length_leave_little_padding():
     assert budget < 1.1
 
 
-def test_shared_prompt_orders_rows_only_on_one_rank():
-    lengths, alike = [5, 30, 6, 31, 7, 32], np.array([0, 1, 2, 0, 1, 2])
-    together = plan(lengths, 1, 1, 1, packed=True, alike=alike)
-    assert together.order == [0, 3, 1, 4, 2, 5]
-    assert plan(lengths, 2, 1, 1, packed=True, alike=alike) == plan(lengths, 2, 1, 1, packed=True)
+def groups_with_prompts(*lengths: int) -> BatchTokens:
+    """Three groups, each with a prompt of 12 tokens, whose rollouts came in turns."""
+    rollouts = []
+    for number, length in enumerate(lengths):
+        group = number % 3
+        prompt = np.full(12, group, np.int32)
+        completion = np.full(length, 100 + number, np.int32)
+        rollout = make_rollout(prompt, completion, group=group)
+        rollouts.append(rollout)
+    return BatchTokens(rollouts, shares=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_groups_stay_together_if_they_share(ranks):
+    sharing = groups_with_prompts(5, 30, 6, 31, 7, 32)
+    assert sharing.lengths.tolist() == [17, 42, 18, 43, 19, 44]
+    a_plan = plan(sharing.lengths, ranks, 1, 1, packed=True, sharing=sharing)
+    pairs = np.array(a_plan.order).reshape(3, 2).tolist()
+    assert sorted(pairs) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_group_is_divided_if_no_rank_has_room():
+    sharing = groups_with_prompts(5, 5, 5, 5, 5, 5)
+    a_plan = plan(sharing.lengths, 2, 1, 1, packed=True, sharing=sharing)
+    assert sorted(a_plan.order) == list(range(6))
+    groups = sharing.groups[a_plan.order].reshape(2, 3).tolist()
+    assert all(hand == sorted(hand) for hand in groups)
+    assert [len(set(hand)) for hand in groups] == [2, 2]
+
+
+def test_shared_tokens_count_once_in_micro_batch():
+    """Each group takes 12 + 5 tokens, and 1 + 5 more: the last token of a prompt stands twice."""
+    sharing = groups_with_prompts(5, 5, 5, 5, 5, 5)
+    sizes = plan(sharing.lengths, 1, 1, 1, 23, packed=True, sharing=sharing).sizes
+    assert sizes == [[2, 2, 2]]
+    sizes = plan(sharing.lengths, 1, 1, 1, 22, packed=True, sharing=sharing).sizes
+    assert sizes == [[1] * 6]
+    assert plan(sharing.lengths, 1, 1, 1, 23, packed=True).sizes == [[1] * 6]
 
 
 def test_further_micro_batch_must_save_its_cost():

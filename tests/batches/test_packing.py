@@ -22,6 +22,8 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches import packed_attention, packing, trial
 from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.micro_batches import without_padding
+from trl_atropos.batches.packing import Layout
+from trl_atropos.batches.sharing import RolloutTokens
 from trl_atropos.weights.model_setup import keep_soft_cap, prepare_model
 
 CPU = torch.device("cpu")
@@ -79,13 +81,29 @@ def padded(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids * mask, mask
 
 
-def padded_alike(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """The first, second and last rollout begin with the same seven tokens, which is what the last
-    value says."""
+def padded_alike(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first, second and last rollout begin with the same seven tokens."""
     ids, mask = padded(vocabulary)
     mask[:, :P] = torch.arange(P) >= P - torch.tensor([7, 7, 3, 1, 7])[:, None]
     ids[[1, 4], :P] = ids[0, :P]
-    return ids, mask, np.array([5, 5, 3, 1, 5])
+    return ids, mask
+
+
+def tokens_of(ids, mask) -> list[RolloutTokens]:
+    """Of padded rollouts, (B, P + C)."""
+    prompts = mask[:, :P].sum(1).tolist()
+    rows = [row[kept.bool()].cpu().numpy() for row, kept in zip(ids, mask)]
+    return [RolloutTokens(prompt, len(row), row) for prompt, row in zip(prompts, rows)]
+
+
+def lengths_only(prompts, completions) -> list[RolloutTokens]:
+    return [RolloutTokens(p, p + c) for p, c in zip(prompts, completions, strict=True)]
+
+
+def score_all(model, ids, mask, parts, row_format):
+    rollouts = tokens_of(ids, mask)
+    layouts = [Layout.of(rollouts[part], P, C, row_format) for part in parts]
+    return packing.score_all(FORWARD, model, ids, C, parts, layouts)
 
 
 def row_format_of(model, multiple: int = 1) -> packed_attention.RowFormat:
@@ -102,15 +120,15 @@ def test_family_is_scored_alike_or_padded(name, tmp_path):
         assert PADDED[name] in why
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
-    scored_as_apart(model, ids, mask, row_format_of(model), None)
+    parts = [slice(0, 2), slice(2, 5)]
+    scored_as_apart(model, ids, mask, row_format_of(model), parts)
     assert trial.why_unshared(model, model, row_format_of(model)) is None
-    ids, mask, prompt_numbers = padded_alike(model.config.get_text_config().vocab_size - 1)
-    scored_as_apart(model, ids, mask, row_format_of(model)._replace(shares=True), prompt_numbers)
+    ids, mask = padded_alike(model.config.get_text_config().vocab_size - 1)
+    scored_as_apart(model, ids, mask, row_format_of(model)._replace(shares=True), [slice(0, 5)])
 
 
-def scored_as_apart(model, ids, mask, row_format, prompt_numbers) -> None:
-    parts = [slice(0, 2), slice(2, 5)] if prompt_numbers is None else [slice(0, 5)]
-    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, row_format, prompt_numbers)
+def scored_as_apart(model, ids, mask, row_format, parts) -> None:
+    packed = score_all(model, ids, mask, parts, row_format)
     apart = without_padding(partial(FORWARD, model), ids, mask, C, [slice(0, 4), slice(4, 5)])
     for mine, other in zip(packed[:2], apart[:2], strict=True):
         assert (mine - other).abs().max() <= 1e-5
@@ -138,7 +156,8 @@ def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
         scores = scored_ids[:, 1:].float()  # of a token where the one before it stands
         return scores, -scores, None
 
-    layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, row_format_of(policy, multiple))
+    rollouts = lengths_only(PROMPTS, COMPLETIONS)
+    layout = Layout.of(rollouts, P, C, row_format_of(policy, multiple))
     scores, entropies, auxiliary = packing.score_packed(forward, model, ids, C, layout)
     assert torch.equal(scores, (ids * mask)[:, P:].float())
     assert torch.equal(entropies, -scores)
@@ -160,47 +179,56 @@ def test_row_holds_tokens_once_and_returns_scores(policy, multiple):
 def test_comment_examples_are_true():
     """Of rollouts `. a | b .` and `c d | e f`, then of `c d | b .` and `c d | e f`."""
     row_format = packed_attention.RowFormat(packed_attention.ATTENTION, CPU, torch.float32)
-    packed = packing.Layout.of([1, 2], [1, 2], 2, 2, row_format)
+    rollouts = lengths_only([1, 2], [1, 2])
+    packed = Layout.of(rollouts, 2, 2, row_format)
     assert packed.tokens.tolist() == [[1, 2, 4, 5, 6, 7]]
     assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert packed.is_scored.tolist() == [[0, 1, 0, 0, 1, 1]]
     assert packed.predicts.tolist() == [0, 3, 4]
     assert packed.columns.tolist() == [0, 2, 3]
 
-    padded = packing.Layout.padded(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 0], [1, 1]]))
+    padded = Layout.padded(rollouts, 2, 2, CPU)
     assert padded.tokens.tolist() == [[1, 2, 1, 1], [4, 5, 6, 7]]
     assert padded.is_scored.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
     assert padded.predicts.tolist() == [0, 5, 6]
     assert padded.columns.tolist() == [0, 2, 3]
 
-    shared = packing.Layout.of(
-        [2, 2], [1, 2], 2, 2, row_format._replace(shares=True), prompt_numbers=[0, 0]
-    )
+    c, d, b, e, f = 3, 4, 2, 5, 6
+    rows = [np.array([c, d, b]), np.array([c, d, e, f])]
+    rollouts = [RolloutTokens(2, len(row), row) for row in rows]
+    shared = Layout.of(rollouts, 2, 2, row_format._replace(shares=True))
     assert shared.tokens.tolist() == [[0, 1, 2, 5, 6, 7]]
     assert shared.inputs["position_ids"].tolist() == [[0, 1, 2, 1, 2, 3]]
-    assert shared.inputs["rollout_keys"].tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
-    assert shared.inputs["rollout_lengths"].tolist() == [[1, 2, 3], [1, 3, 4]]
+    assert shared.inputs["rollout_keys"].tolist() == [0, 1, 2, 0, 3, 4, 5]
+    assert shared.inputs["rollout_lengths"].tolist() == [[3, 3], [3, 4]]
+    assert shared.predicts.tolist() == [1, 3, 4]
     assert packed_attention._mask(2, 4, 2, CPU).int().tolist() == [[[[0, 1, 1, 0], [0, 0, 1, 1]]]]
+
+
+def four_with_prompts() -> list[RolloutTokens]:
+    """Of which all but the third have the same prompt, of four tokens."""
+    prompt = [1, 2, 3, 4]
+    rows = [[*prompt, 5, 6, 7], [*prompt, 8, 9], [2, 3, 4, 5, 6, 7, 8], [*prompt, 9, 9, 9]]
+    prompts = [4, 4, 2, 4]
+    return [RolloutTokens(prompt, len(row), np.array(row)) for prompt, row in zip(prompts, rows)]
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_shared_prompt_stands_once_in_row(policy, multiple):
     """But for its last token, which predicts another one in each of them."""
     row_format = row_format_of(policy, multiple)._replace(shares=True)
-    layout = packing.Layout.of(
-        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, row_format, prompt_numbers=[1, 1, 0, 1]
-    )
+    layout = Layout.of(four_with_prompts(), 4, 5, row_format)
     places = torch.arange(4 * 9).view(4, 9)  # into the flattened (B, P + C)
-    prompt, third = places[0, :3], places[2, 2:]
-    rest = [places[1, 3:6], places[0, 3:7], places[3, 3:7]]  # the shorter one first
-    useful = torch.cat([prompt, third, *rest])
+    first, third = places[0, :7], places[2, 2:]
+    rest = [places[1, 3:6], places[3, 3:7]]  # the shorter one first
+    useful = torch.cat([first, third, *rest])
     assert torch.equal(layout.tokens[0, : len(useful)], useful)
     positions = layout.inputs["position_ids"][0, : len(useful)]
-    assert positions.tolist() == [0, 1, 2, *range(7), 3, 4, 5, 3, 4, 5, 6, 3, 4, 5, 6]
-    assert layout.inputs["rollout_lengths"][:, :5].tolist() == [[3, 7, 3, 4, 4], [3, 7, 6, 7, 7]]
+    assert positions.tolist() == [*range(7), *range(7), 3, 4, 5, 3, 4, 5, 6]
+    assert layout.inputs["rollout_lengths"][:, :4].tolist() == [[7, 7, 3, 4], [7, 7, 6, 7]]
     shared = range(3)
-    keys = [*shared, *range(3, 10)]  # of the prompt, and of the third rollout
-    keys += [*shared, *range(10, 13), *shared, *range(13, 17), *shared, *range(17, 21)]
+    keys = [*range(7), *range(7, 14)]
+    keys += [*shared, *range(14, 17), *shared, *range(17, 21)]
     assert layout.inputs["rollout_keys"].tolist()[: len(keys)] == keys
     assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["rollout_lengths"][1].sum())
     assert layout.tokens.size(1) == math.ceil(len(useful) / multiple) * multiple
@@ -236,9 +264,8 @@ def test_kernel_gets_keys_of_each_rollout(policy, window, monkeypatch):
             attended.append(torch.einsum("hqk,khd->qhd", scores, v))
         return torch.cat(attended)
 
-    layout = packing.Layout.of(
-        [4, 4, 2, 4], [3, 2, 5, 3], 4, 5, row_format_of(policy)._replace(shares=True), [1, 1, 0, 1]
-    )
+    row_format = row_format_of(policy)._replace(shares=True)
+    layout = Layout.of(four_with_prompts(), 4, 5, row_format)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, layout.tokens.numel(), 8, generator=draw) for heads in (4, 2, 2)
@@ -263,10 +290,12 @@ def test_kernel_gets_keys_of_each_rollout(policy, window, monkeypatch):
 def test_shared_prompt_gradient_adds_in_float32(policy):
     """With queries of 0, all keys that a token sees have the same weight."""
     count = 2000
-    layout = packing.Layout.of(
-        [4] * count, [1] * count, 4, 1, row_format_of(policy)._replace(shares=True), [0] * count
-    )
-    # three tokens of the prompt, then its last one and a completion of each rollout
+    rollouts = []
+    for number in range(count):
+        rollouts.append(RolloutTokens(4, 5, np.array([1, 2, 3, 4, 5 + number])))
+    row_format = row_format_of(policy)._replace(shares=True)
+    layout = Layout.of(rollouts, 4, 1, row_format)
+    # three tokens of the prompt, and its last one and a completion of each rollout
     length = layout.tokens.numel()
     assert length == 3 + 2 * count
     query, key, value = (
@@ -285,18 +314,17 @@ def test_shared_prompt_gradient_adds_in_float32(policy):
 
 
 @pytest.mark.parametrize(
-    "prompts, prompt_numbers", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)]
+    ("shared", "length"),
+    [(0, 9), (1, 9), (2, 40)],  # in common, of all: to share 1 of 80 tokens is not worth it
 )
-def test_prompts_stay_unshared_without_gain(policy, prompts, prompt_numbers):
+def test_prompts_stay_unshared_without_gain(policy, shared, length):
     row_format = row_format_of(policy)._replace(shares=True)
-    assert (
-        "rollout_keys"
-        not in packing.Layout.of(prompts, [9, 9], 3, 9, row_format, prompt_numbers).inputs
-    )
-    # 2 of 86 tokens
-    assert (
-        "rollout_keys" not in packing.Layout.of([3, 3], [40, 40], 3, 40, row_format, [0, 0]).inputs
-    )
+    rollouts = []
+    for number in range(2):
+        row = np.arange(length) + 100 * number
+        row[:shared] = 0
+        rollouts.append(RolloutTokens(3, length, row))
+    assert "rollout_keys" not in Layout.of(rollouts, 3, length, row_format).inputs
 
 
 def test_step_is_equal_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
@@ -324,15 +352,11 @@ def test_step_is_equal_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
 def test_fully_masked_completions_are_not_scored(policy):
     ids, mask = padded(250)
     mask[1:3, P:] = 0
-    scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], row_format_of(policy))[
-        0
-    ]
+    scores = score_all(policy, ids, mask, [slice(0, 5)], row_format_of(policy))[0]
     apart = without_padding(partial(FORWARD, policy), ids, mask, C, [slice(0, 5)])[0]
     assert (scores - apart).abs().max() <= 1e-5
     assert not scores[1:3].any()
-    none = packing.score_all(
-        FORWARD, policy, ids[1:3], mask[1:3], C, [slice(0, 2)], row_format_of(policy)
-    )[0]
+    none = score_all(policy, ids[1:3], mask[1:3], [slice(0, 2)], row_format_of(policy))[0]
     assert none.shape == (2, C)
     assert not none.any()
 
@@ -407,15 +431,13 @@ def test_row_on_gpu_is_scored_like_its_rollouts(name, dtype, compiled, shares, t
     if compiled:
         packed_attention.compile_layers(packed)
     assert trial.why_unshared(packed, packed, row_format) is None
-    ids, mask, prompt_numbers = padded_alike(250) if shares else (*padded(250), None)
+    ids, mask = padded_alike(250) if shares else padded(250)
     ids, mask, parts = (
         ids.cuda(),
         mask.cuda(),
         [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)],
     )
-    scores = packing.score_all(
-        FORWARD, packed, ids, mask, C, parts, row_format._replace(shares=shares), prompt_numbers
-    )[0]
+    scores = score_all(packed, ids, mask, parts, row_format._replace(shares=shares))[0]
     apart = without_padding(partial(FORWARD, alone), ids, mask, C, [slice(0, 4), slice(4, 5)])[0]
     rounding = 0.05 if dtype == torch.bfloat16 else 5e-3  # of the embeddings' 250 tokens; TF32
     assert (scores - apart).abs().max() <= rounding
@@ -519,7 +541,8 @@ def test_layers_are_compiled_once_for_any_length(device, width, adapter, monkeyp
     packed_attention.compile_layers(model)
     before, compiled = counters["stats"]["unique_graphs"], []
     for lengths in ROWS[device]:
-        layout = packing.Layout.of([1] * len(lengths), lengths, 1, max(lengths), row_format)
+        rollouts = lengths_only([1] * len(lengths), lengths)
+        layout = Layout.of(rollouts, 1, max(lengths), row_format)
         layout.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         ids = torch.ones(len(lengths), 1 + max(lengths), dtype=torch.int64, device=device)
         packing.score_packed(FORWARD, model, ids, max(lengths), layout)[0].sum().backward()

@@ -165,18 +165,23 @@ def test_accumulated_term_equals_whole_batch_term(tiny_model, tmp_path):
     assert abs(summed["loss"] - log["loss"]) > 0.1
 
 
+def divergence_of(logits: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """From all logits, `(..., V)`."""
+    return top_k_divergence(logits.gather(-1, ids.clamp(min=0)), ids, teacher)
+
+
 def test_gradient_matches_finite_differences():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 20, requires_grad=True)
     ids = torch.stack([torch.randperm(20)[:4] for _ in range(6)]).view(2, 3, 4)
     ids[0, 1, 3] = ids[1, 2, 0] = ids[1, 2, 1] = -1
     teacher = torch.randn(2, 3, 4)
-    top_k_divergence(logits, ids, teacher).sum().backward()
+    divergence_of(logits, ids, teacher).sum().backward()
     for place in ((0, 1, int(ids[0, 1, 0])), (1, 2, int(ids[1, 2, 2])), (1, 0, int(ids[1, 0, 1]))):
         nudge = torch.zeros_like(logits)
         nudge[place] = 1e-2
         up, down = (
-            top_k_divergence(logits.detach() + sign * nudge, ids, teacher).sum() for sign in (1, -1)
+            divergence_of(logits.detach() + sign * nudge, ids, teacher).sum() for sign in (1, -1)
         )
         assert logits.grad[place].item() == pytest.approx((up - down).item() / 2e-2, abs=1e-3)
     assert logits.grad[0, 1].count_nonzero() == 3  # only the teacher's tokens
@@ -185,14 +190,14 @@ def test_gradient_matches_finite_differences():
 def test_student_agreeing_on_top_k_is_not_moved():
     logits = torch.randn(1, 4, 20, requires_grad=True)
     values, ids = logits.detach().log_softmax(-1).topk(6)
-    divergences = top_k_divergence(logits, ids, values)
+    divergences = divergence_of(logits, ids, values)
     divergences.sum().backward()
     assert divergences.abs().max() < 1e-6 and logits.grad.abs().max() < 1e-6
 
 
 def test_position_without_teacher_adds_nothing():
     logits = torch.randn(1, 2, 20, requires_grad=True)
-    divergences = top_k_divergence(logits, torch.full((1, 2, 3), -1), torch.full((1, 2, 3), -1e9))
+    divergences = divergence_of(logits, torch.full((1, 2, 3), -1), torch.full((1, 2, 3), -1e9))
     divergences.sum().backward()
     assert divergences.tolist() == [[0.0, 0.0]] and logits.grad.count_nonzero() == 0
 

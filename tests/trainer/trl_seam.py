@@ -55,6 +55,8 @@ TRL = [
             "use_vllm",
             "rollout_func",
             "_last_loaded_step",
+            "mask_truncated_completions",
+            "eos_token_ids",
         ),
         TRAINER,
     ),

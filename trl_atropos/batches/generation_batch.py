@@ -14,7 +14,7 @@ All ranks hold the same rollouts in the same order. Each trains on its own share
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,9 @@ from trl_atropos.batches.micro_batches import (
     without_padding,
 )
 from trl_atropos.batches.packed_attention import RowFormat
+from trl_atropos.batches.packing import Layout
+from trl_atropos.batches.sharing import BatchTokens, RolloutTokens
+from trl_atropos.batches.truncation import completion_metrics, uncut_mask
 from trl_atropos.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class GenerationBatch:
         accelerator: gives this rank's number, and gathers from the others.
         packs: the format of packed rows; None if rollouts are padded.
         multiple: the width of what the model gets is a multiple of this.
+        end_tokens: ids that end a completion which was not cut off.
 
     Attributes:
         rollouts: of all ranks, all of rank 0 first.
@@ -74,6 +78,7 @@ class GenerationBatch:
         accelerator: Accelerator,
         packs: RowFormat | None,
         multiple: int = 1,
+        end_tokens: Collection[int] = (),
     ):
         self.rollouts = rollouts
         self.plan: Plan | None = None
@@ -83,8 +88,8 @@ class GenerationBatch:
         self._accelerator = accelerator
         self._packs = packs
         self._multiple = multiple
-        # a number for each rollout of this rank, the same for those that may share their prompt
-        self._alike: np.ndarray | None = None
+        self._end_tokens = end_tokens
+        self._max_tokens: int | None = None  # of a planned micro-batch
 
     # ------------------------------------------------------------------------------------- rollouts
 
@@ -106,6 +111,11 @@ class GenerationBatch:
         return any(rollout.messages is not None for rollout in self.rollouts)
 
     @property
+    def branches(self) -> bool:
+        """True if any rollout, on whatever rank, is of an episode that branches."""
+        return _any_branches(self.rollouts)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all ranks' rollouts, prompts included."""
         return sum(_length(rollout) for rollout in self.rollouts)
@@ -119,23 +129,20 @@ class GenerationBatch:
         """Plans micro-batches of at most `max_tokens` tokens, and puts the rollouts into their
         order. `step` is the optimizer step, by which the plan of each batch is drawn anew."""
         args = self._args
-        alike = None
-        if self._packs is not None and self._packs.shares:
-            alike = packing.number_prompts(self.rollouts)
-        lengths = [_length(rollout) for rollout in self.rollouts]
+        self._max_tokens = max_tokens
+        shares = self._packs is not None and self._packs.shares
+        tokens = BatchTokens(self.rollouts, shares)
         self.plan = plan(
-            lengths,
+            tokens.lengths,
             self._accelerator.num_processes,
             args.steps_per_generation,
             together=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
             max_tokens=max_tokens,
             seed=args.seed * NUM_SEEDS + step,
             packed=self._packs is not None,
-            alike=alike,
+            sharing=tokens if shares else None,
         )
         self.rollouts = [self.rollouts[index] for index in self.plan.order]
-        if alike is not None:
-            self._alike = alike[self.plan.order][self.own_slice]
 
     # ------------------------------------------------------------- what TRL takes for a whole batch
 
@@ -147,11 +154,22 @@ class GenerationBatch:
 
     def columns(self, with_messages: bool) -> dict[str, list]:
         """Returns the columns of TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask;
-        other columns go to the reward function."""
+        other columns go to the reward function. If any rollout branches, and the run masks what was
+        cut off, it is masked here: TRL knows one end of each rollout."""
         columns = inputs.columns(self.own_rollouts)
+        if self.branches and self._args.mask_truncated_completions:
+            masks = [uncut_mask(rollout, self._end_tokens) for rollout in self.own_rollouts]
+            columns["env_mask"] = [mask.astype(np.int64) for mask in masks]
         if with_messages:
             columns["messages"] = [rollout.messages for rollout in self.own_rollouts]
         return columns
+
+    def completion_metrics(self) -> dict[str, float]:
+        """Returns TRL's metrics of completions if any rollout branches; otherwise TRL's are
+        right."""
+        if not self.branches:
+            return {}
+        return completion_metrics(self.rollouts, self._end_tokens)
 
     def loss_inputs(self, output: Batch) -> Batch:
         """Returns what TRL's loss takes beside `output`, this rank's tensors of TRL: advantages,
@@ -190,7 +208,7 @@ class GenerationBatch:
         name `micro_batches`. `batches` are those that TRL has drawn, which have all of this rank's
         rollouts."""
         if self.plan is None:
-            return [self._trimmed(batch, lengths_of(batch)) for batch in batches]
+            return [self._drawn(batch) for batch in batches]
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
         lengths = lengths_of(batch)
@@ -203,30 +221,49 @@ class GenerationBatch:
                 steps.append({"micro_batches": planned})
         return steps
 
+    def _drawn(self, batch: Batch) -> Batch:
+        """Returns a micro-batch that TRL has drawn from this rank's rollouts."""
+        own_rollouts = self.own_rollouts
+        numbers = batch["row_index"].tolist()
+        rollouts = [own_rollouts[number] for number in numbers]
+        return self._trimmed(batch, lengths_of(batch), rollouts)
+
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
         """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are
-        over `trained_tokens` tokens."""
-        alike = None
-        if self._alike is not None:
-            alike = self._alike[part]
-        micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
-        micro_batch["trained_tokens"] = _num_sampled(self.own_rollouts[part])
+        over `trained_tokens` tokens. It `exceeds_budget` if an episode that branches, which stays
+        in one micro-batch, has more tokens than that may have."""
+        rollouts = self.own_rollouts[part]
+        micro_batch = self._trimmed(take(batch, part), lengths[part], rollouts)
+        micro_batch["trained_tokens"] = _num_sampled(rollouts)
+        is_too_large = (
+            self._max_tokens is not None and computed_tokens(micro_batch) > self._max_tokens
+        )
+        micro_batch["exceeds_budget"] = is_too_large and _any_branches(rollouts)
         return micro_batch
 
-    def _trimmed(
-        self, micro_batch: Batch, lengths: np.ndarray, alike: np.ndarray | None = None
-    ) -> Batch:
-        """Returns a micro-batch without the padding that all of its rollouts have. If rollouts are
-        packed, it has the `layout` of its row."""
+    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, rollouts: list[Rollout]) -> Batch:
+        """Returns a micro-batch without the padding that all of its rollouts have. It has the
+        `layout` of its rows, unless its rollouts are padded and none of them branches."""
         micro_batch = trim(micro_batch, lengths, self._multiple)
-        if self._packs is not None:
-            prompts, completions = lengths.T
-            prompt_width = micro_batch["prompt_ids"].size(1)
-            width = micro_batch["completion_ids"].size(1)
-            micro_batch["layout"] = packing.Layout.of(
-                prompts, completions, prompt_width, width, self._packs, alike
-            )
+        if self._packs is not None or _any_branches(rollouts):
+            micro_batch["layout"] = self._layout(micro_batch, lengths, rollouts)
         return micro_batch
+
+    def _layout(self, micro_batch: Batch, lengths: np.ndarray, rollouts: list[Rollout]) -> Layout:
+        """Returns the layout of a micro-batch with these `lengths_of` rollouts."""
+        tokens = _tokens_of(rollouts, lengths)
+        prompt_width = micro_batch["prompt_ids"].size(1)
+        completion_width = micro_batch["completion_ids"].size(1)
+        return self._layout_of(tokens, prompt_width, completion_width)
+
+    def _layout_of(
+        self, tokens: list[RolloutTokens], prompt_width: int, completion_width: int
+    ) -> Layout:
+        if self._packs is not None:
+            return Layout.of(tokens, prompt_width, completion_width, self._packs)
+        return Layout.padded(
+            tokens, prompt_width, completion_width, self._accelerator.device, self._multiple
+        )
 
     # ------------------------------------------------------------------------------------- its loss
 
@@ -262,27 +299,39 @@ class GenerationBatch:
         Returns:
             Log-probabilities and entropies, (B, C) each, and the mean auxiliary loss.
         """
-        if self._packs is not None and self.current_micro_batch is not None:
+        if self.current_micro_batch is not None and "layout" in self.current_micro_batch:
             layout = self.current_micro_batch["layout"]
             return packing.score_packed(forward, model, input_ids, logits_to_keep, layout)
-        alike = None
-        parts: list[slice] = []
-        if self.plan is not None and batch_size is not None:
-            for slices in self.plan.micro_batches():
-                parts += slices
-            alike = self._alike
-        else:
-            size = batch_size or len(input_ids)
-            for begin in range(0, len(input_ids), size):
-                parts.append(slice(begin, begin + size))
-        if self._packs is None:
+        parts = self._parts_to_score(len(input_ids), batch_size)
+        # Without a `batch_size`, it is not this batch that is scored.
+        rollouts = None
+        if batch_size is not None:
+            rollouts = self.own_rollouts
+        if self._packs is None and not _any_branches(rollouts or []):
             forward = partial(forward, model)
             return without_padding(
                 forward, input_ids, attention_mask, logits_to_keep, parts, self._multiple
             )
-        return packing.score_all(
-            forward, model, input_ids, attention_mask, logits_to_keep, parts, self._packs, alike
-        )
+        prompt_width = input_ids.size(1) - logits_to_keep
+        prompt_mask, completion_mask = attention_mask.split((prompt_width, logits_to_keep), dim=1)
+        lengths = lengths_of({"prompt_mask": prompt_mask, "completion_mask": completion_mask})
+        tokens = _tokens_of(rollouts, lengths)
+        # all before the first forward pass, because copies to the device wait for it
+        layouts = [self._layout_of(tokens[part], prompt_width, logits_to_keep) for part in parts]
+        return packing.score_all(forward, model, input_ids, logits_to_keep, parts, layouts)
+
+    def _parts_to_score(self, count: int, batch_size: int | None) -> list[slice]:
+        """Returns the micro-batches in which `count` rollouts are scored: planned ones, or
+        `batch_size` rollouts each, or all at once."""
+        parts: list[slice] = []
+        if self.plan is not None and batch_size is not None:
+            for slices in self.plan.micro_batches():
+                parts += slices
+            return parts
+        size = batch_size or count
+        for begin in range(0, count, size):
+            parts.append(slice(begin, begin + size))
+        return parts
 
     def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to
@@ -302,9 +351,8 @@ class GenerationBatch:
         `inputs.distillation_loss`. `training_steps`: how many make an optimizer step."""
         layout = micro_batch.get("layout")
         if layout is None:
-            layout = packing.Layout.padded(
-                micro_batch["prompt_mask"], micro_batch["completion_mask"], self._multiple
-            )
+            rollouts = [self.own_rollouts[number] for number in micro_batch["row_index"].tolist()]
+            layout = self._layout(micro_batch, lengths_of(micro_batch), rollouts)
         return inputs.distillation_loss(
             model,
             micro_batch,
@@ -320,6 +368,23 @@ def computed_tokens(micro_batch: Batch) -> int:
     if "layout" in micro_batch:
         return micro_batch["layout"].tokens.numel()
     return micro_batch["prompt_ids"].numel() + micro_batch["completion_ids"].numel()
+
+
+def _any_branches(rollouts: list[Rollout]) -> bool:
+    return any(rollout.tree is not None for rollout in rollouts)
+
+
+def _tokens_of(rollouts: list[Rollout] | None, lengths: np.ndarray) -> list[RolloutTokens]:
+    """Returns what the model has to know of rollouts with these `lengths_of`. TRL leaves no token
+    of a completion that it masks as truncated. Of unknown rollouts (`None`), the lengths are all
+    that is known."""
+    tokens = []
+    for number, (prompt, completion) in enumerate(lengths.tolist()):
+        if rollouts is None:
+            tokens.append(RolloutTokens(prompt, prompt + completion))
+        else:
+            tokens.append(RolloutTokens.of(rollouts[number], is_empty=completion == 0))
+    return tokens
 
 
 def _length(rollout: Rollout) -> int:

@@ -185,7 +185,7 @@ def top_k_divergence(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
     if there are none.
 
     Args:
-        logits: `(..., V)`, the student's, at temperature 1.
+        logits: `(..., k)`, the student's logits of these tokens, at temperature 1.
         ids: `(..., k)`, -1 if absent.
         logprobs: `(..., k)` float32, the teacher's; anything if absent.
 
@@ -193,8 +193,7 @@ def top_k_divergence(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
         `(...)` float32, in nats (units of the natural logarithm).
     """
     is_present = ids >= 0
-    student = logits.gather(-1, ids.clamp(min=0)).float()
-    student = student.where(is_present, ABSENT)
+    student = logits.float().where(is_present, ABSENT)
     student = student.log_softmax(-1)
     teacher = logprobs.where(is_present, ABSENT)
     teacher = teacher.log_softmax(-1)
@@ -227,30 +226,24 @@ def distillation_loss(
     """
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     rows = tokens.flatten()[layout.tokens]  # (R, T)
-    count, width = rows.shape
+    width = rows.size(1)
     # The logits of only those columns are made in which any row has something to predict. Two rows
-    # of 4 tokens that predict at 1, 2 and 5 have `columns` 1, 2 and the `places` 0, 1, 2 of 2 x 2.
+    # of 4 tokens that predict at 1, 2 and 5 have `columns` 1, 2 and the `number`s 0, 1, 0.
     column = layout.predicts % width
     columns, number = column.unique(return_inverse=True)
     row = layout.predicts // width
-    places = row * len(columns) + number
     with accelerator.autocast():
         output = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False)
-
-    def placed(values: Tensor) -> Tensor:
-        """Moves (B, C, k) to (R, len(columns), k), where the logits predict; -1 if they predict
-        nothing."""
-        shape = (count, len(columns), values.size(-1))
-        predicted = values.flatten(0, 1)[layout.columns]
-        moved = values.new_full(shape, -1)
-        moved.flatten(0, 1)[places] = predicted
-        return moved
 
     # Without any of the teacher's tokens, both sides have the same distribution, and no divergence.
     is_distilled = distilled_tokens(inputs)[..., None]
     ids = inputs["distill_ids"].where(is_distilled, -1)
-    logprobs = inputs["distill_logprobs"]
-    divergences = top_k_divergence(output.logits, placed(ids), placed(logprobs))
+    ids = ids.flatten(0, 1)[layout.columns]  # (N, k)
+    logprobs = inputs["distill_logprobs"].flatten(0, 1)[layout.columns]
+    # Of the logits, (R, len(columns), V), only those of the teacher's tokens. One place may predict
+    # a token of several rollouts that share what is before it.
+    student = output.logits[row[:, None], number[:, None], ids.clamp(min=0)]
+    divergences = top_k_divergence(student, ids, logprobs)
     total = divergences.sum()
     per_micro_batch = inputs["num_distilled_tokens"].clamp(min=1) / micro_batches
     divergence = accelerator.reduce(total.detach()) / per_micro_batch

@@ -3,7 +3,8 @@ padding is left out of those that are padded.
 
 TRL pads a generation batch to its longest rollout and splits it afterwards, so that most of the
 computation is on padding. Here rollouts of similar length share a micro-batch, if that does not
-change the gradient of the optimizer step, and every rank gets about as many tokens.
+change the gradient of the optimizer step, and every rank gets about as many tokens. If rollouts
+share what they have in common (`sharing.py`), those that begin alike share a micro-batch instead.
 
 `GenerationBatch` calls `plan` when it has new rollouts. It then cuts TRL's tensors into
 the planned micro-batches with `join`, `take` and `trim`, and scores padded ones with
@@ -15,13 +16,17 @@ import math
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trl_atropos.batches.sharing import is_worth_sharing
+
 if TYPE_CHECKING:
+    from trl_atropos.batches.sharing import BatchTokens
     from trl_atropos.config import AtroposGRPOConfig
 
 # What one more micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
@@ -84,7 +89,7 @@ def plan(
     max_tokens: int | None = None,
     seed: int = 0,
     packed: bool = False,
-    alike: np.ndarray | None = None,
+    sharing: "BatchTokens | None" = None,
 ) -> Plan:
     """
     Returns the plan for rollouts of these lengths.
@@ -99,9 +104,9 @@ def plan(
         max_tokens: that a micro-batch may have, padding included; a longer rollout has a
             micro-batch of its own. None makes each training step one micro-batch.
         packed: whether a micro-batch has no padding (`packing.py`).
-        alike: a number for each rollout, the same for those that may share their prompt. With one
-            rank they stay together; several ranks get rollouts of similar length, whatever their
-            prompts.
+        sharing: counts what rollouts have in common, if they share it. Then rollouts that begin
+            alike are neighbours, and groups stay on one rank. Otherwise those of similar length are
+            neighbours.
     """
     num_tokens = np.asarray(lengths)
     indices = np.arange(len(num_tokens))
@@ -109,8 +114,8 @@ def plan(
         generator = torch.Generator().manual_seed(seed)
         indices = torch.randperm(len(num_tokens), generator=generator).numpy()
     sort_key = -num_tokens  # longest first
-    if alike is not None and ranks == 1:
-        sort_key = alike
+    if sharing is not None:
+        sort_key = sharing.places
     per_step = len(num_tokens) // (ranks * steps)
     hands_of_steps = []
     sizes = []
@@ -118,7 +123,10 @@ def plan(
         ordered = window[np.argsort(sort_key[window], kind="stable")]
         loads = [0] * ranks
         for block in ordered.reshape(together, -1):
-            hands = _deal(block, num_tokens, loads)
+            if sharing is None:
+                hands = _deal(block, num_tokens, loads)
+            else:
+                hands = _deal_groups(block, num_tokens, loads, sharing)
             hands_of_steps.append(hands)
             if max_tokens is None:
                 sizes.append([per_step])
@@ -126,7 +134,10 @@ def plan(
             # All ranks cut at the same positions, because TRL gathers a value per rollout in every
             # micro-batch.
             longest = np.max([num_tokens[hand] for hand in hands], axis=0)
-            sizes.append(_cut(longest, max_tokens, packed))
+            added = None
+            if sharing is not None:
+                added = np.max([_added_tokens(hand, sharing) for hand in hands], axis=0)
+            sizes.append(_cut(longest, max_tokens, packed, added))
     order = []
     for rank in range(ranks):
         for hands in hands_of_steps:
@@ -151,10 +162,50 @@ def _deal(block: np.ndarray, num_tokens: np.ndarray, loads: list[int]) -> list[l
     return hands
 
 
-def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
+def _deal_groups(
+    block: np.ndarray, num_tokens: np.ndarray, loads: list[int], sharing: "BatchTokens"
+) -> list[list[int]]:
+    """Deals a training step's rollouts as `_deal` does, but a group at a time, because the rollouts
+    of a group share their prompt. A group that no rank has room for is divided."""
+    per_rank = len(block) // len(loads)
+    hands = [[] for _ in loads]
+    last_of_runs = np.flatnonzero(np.diff(sharing.groups[block])) + 1
+    runs = np.split(block, last_of_runs)  # of rollouts of one group, side by side
+    runs.sort(key=len, reverse=True)
+    while runs:
+        run = runs.pop(0)
+        room = [per_rank - len(hand) for hand in hands]
+        fitting = [rank for rank, free in enumerate(room) if free >= len(run)]
+        if fitting:
+            rank = min(fitting, key=loads.__getitem__)
+        else:
+            rank = room.index(max(room))
+            runs.append(run[room[rank] :])
+            run = run[: room[rank]]
+        loads[rank] += int(num_tokens[run].sum())
+        hands[rank].extend(run.tolist())
+    places = sharing.places
+    for hand in hands:
+        hand.sort(key=places.__getitem__)
+    return hands
+
+
+def _added_tokens(hand: list[int], sharing: "BatchTokens") -> np.ndarray:
+    """Returns how many tokens each rollout of a rank adds to a micro-batch that has the rollout
+    before it."""
+    added = [int(sharing.lengths[hand[0]])]
+    for before, rollout in pairwise(hand):
+        added.append(sharing.added_by(rollout, before))
+    return np.array(added)
+
+
+def _cut(
+    lengths: np.ndarray, max_tokens: int, packed: bool, added: np.ndarray | None = None
+) -> list[int]:
     """Cuts rollouts, in this order, into micro-batches of at most `max_tokens` tokens, at the least
     total cost: the tokens, padding included, and the overhead of every micro-batch. Returns how
-    many rollouts each has.
+    many rollouts each has. `added` are the tokens that each rollout adds to a micro-batch that has
+    the rollout before it, if they share tokens.
 
     For example, `max_tokens` 32 has an overhead of 2. Lengths 9, 5, 3, 2, padded, become [1, 1, 2]:
     9 + 5 + 6 tokens and three overheads cost 26. The sizes [2, 2] would cost 18 + 6 + 4 = 28.
@@ -164,6 +215,9 @@ def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
     sizes = [[]]  # by which these have it
     for end, length in enumerate(lengths, start=1):
         tokens = _tokens_from_each(lengths[:end], packed)
+        if added is not None:
+            shared = _shared_tokens_from_each(lengths[:end], added[:end])
+            tokens = np.where(is_worth_sharing(tokens - shared, tokens), shared, tokens)
         total = cost[:end] + tokens + overhead
         total[tokens > max(max_tokens, length)] = np.inf
         begin = int(total.argmin())
@@ -179,6 +233,13 @@ def _tokens_from_each(lengths: np.ndarray, packed: bool) -> np.ndarray:
         return lengths[::-1].cumsum()[::-1]
     rollouts = len(lengths) - np.arange(len(lengths))
     return rollouts * lengths
+
+
+def _shared_tokens_from_each(lengths: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """Returns what `_tokens_from_each` does if rollouts share tokens. Lengths 9, 5, 3 of which the
+    last two add 2 and 1 to the one before give 12, 6, 3."""
+    added_behind = added[::-1].cumsum()[::-1] - added
+    return lengths + added_behind
 
 
 def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:

@@ -1,21 +1,21 @@
-"""Packs the rollouts of a micro-batch into one row, so that nothing is computed on padding.
+"""Lays the rollouts of a micro-batch out in the rows that the model computes.
 
 In come the lengths of a micro-batch of TRL's, (B, P + C) with padding on both sides. Out comes a
-`Layout`: one row of T tokens whose positions begin anew with every rollout, and the way back of
-the scores to their columns. `generation_batch.py` makes a layout for every micro-batch and scores
-by it. Rollouts with the same prompt may share it. `packed_attention.py` keeps rollouts apart within
-the row.
+`Layout`: the rows, and the way back of the scores to their columns. A packed micro-batch is one
+row of T tokens whose positions begin anew with every path (`sharing.py`), so that nothing is
+computed on padding. What several paths have in common may stand in the row once.
+`packed_attention.py` keeps paths apart within the row. `generation_batch.py` makes a layout for
+every micro-batch and scores by it.
 
 Not every model can be packed, because layers that carry a state from token to token run across
 borders. So a model is tried before the first batch (`trial.py`). If it fails, its rollouts are
-padded (`micro_batches.without_padding`).
+padded: by `micro_batches.without_padding`, or by `Layout.padded` if one of them branches.
 
-Index arithmetic follows one convention. A table has a plural name and an entry for each rollout,
-part or group: `lengths[2]` is the length of rollout 2. An index has a singular name and an entry
-for each token of the row: `rollout[5]` is the rollout of the token at place 5. So
-`lengths[rollout]` has an entry for each token, the length of its rollout. Results are exempt: the
-fields of `Layout` (`tokens`, `predicts`, `columns`) and `keys` have plural names, and an entry for
-each token or key.
+Index arithmetic follows one convention. A table has a plural name and an entry for each rollout or
+path: `lengths[2]` is the length of path 2. An index has a singular name and an entry for each token
+of the row: `path[5]` is the path of the token at place 5. So `lengths[path]` has an entry for each
+token, the length of its path. Results are exempt: the fields of `Layout` (`tokens`, `predicts`,
+`columns`) and `keys` have plural names, and an entry for each token or key.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,7 @@ from torch import Tensor
 
 from trl_atropos.batches.micro_batches import Scores
 from trl_atropos.batches.packed_attention import RowFormat
-from trl_atropos.rollouts.rollout import Rollout
-
-# Prompts are shared if that saves at least this share of the tokens.
-WORTH_SHARING = 1 / 8
-Ints = Sequence[int] | np.ndarray
+from trl_atropos.batches.sharing import Path, RolloutTokens, Sharing, share
 
 
 class Layout(NamedTuple):
@@ -62,73 +58,71 @@ class Layout(NamedTuple):
     @classmethod
     def of(
         cls,
-        prompt_lengths: Ints,
-        completion_lengths: Ints,
+        rollouts: Sequence[RolloutTokens],
         prompt_width: int,
         completion_width: int,
         row_format: RowFormat,
-        prompt_numbers: Ints | None = None,
     ) -> "Layout":
         """
         Returns the layout of one packed row.
 
         Args:
-            prompt_lengths: (B,), tokens of each prompt, at least 1.
-            completion_lengths: (B,), tokens of each completion.
+            rollouts: B of them, in the order of the micro-batch.
             prompt_width: P.
             completion_width: C.
             row_format: how the row is computed.
-            prompt_numbers: (B,), the same number for rollouts with the same prompt. They share it
-                if that pays.
         """
-        prompt_lengths = np.asarray(prompt_lengths)
-        lengths = prompt_lengths + completion_lengths  # (B,)
-        if not row_format.shares:
-            prompt_numbers = None
-        sharing = _share_prompts(prompt_lengths, lengths, prompt_numbers)
-        parts = _Parts.of(prompt_lengths, lengths, sharing)
+        paths = _paths_of(rollouts)
+        sharing = Sharing.nothing(len(paths))
+        if row_format.shares and all(path.ids is not None for path in paths):
+            sharing = share([path.ids for path in paths])
+        row = _Row.of(paths, sharing)
+        columns_of = _Columns(rollouts, prompt_width, completion_width)
 
-        # (T,) each, in the example of the class, where nothing is shared:
-        part, place = _count_within(parts.lengths)
-        rollout = parts.rollouts[part]  # 0  0  1  1  1  1
-        position = parts.shared_lengths[part] + place  # 0  1  0  1  2  3: in the rollout
-        column = position - prompt_lengths[rollout]  # -1  0 -2 -1  0  1: in the completion
-        padded_width = prompt_width + completion_width
-        padded_begin = rollout * padded_width  # 0  0  4  4  4  4: in (B, P + C)
-        tokens = padded_begin + prompt_width + column  # 1  2  4  5  6  7
-        completion_begin = rollout * completion_width  # 0  0  2  2  2  2: in (B, C)
-
-        scored_places = np.flatnonzero(column >= 0)  # (N,), in the row
-        columns = (completion_begin + column)[scored_places]
+        tokens = columns_of.padded(row.own_places(paths))
+        position = row.positions()
+        predicts, columns = columns_of.scores(paths, row.places)
 
         # Up to the next multiple, a part of no rollout fills the row: 2 tokens follow 6 if the
         # multiple is 4. Any tokens will do. These are the first of (B, P + C), which repeat if
         # there are too few.
+        lengths = row.lengths
+        shared_lengths = row.shared_lengths
+        key_places = row.key_places()
         filling = -len(tokens) % row_format.multiple
         if filling:
             filling_position = np.arange(filling)
-            filling_tokens = filling_position % (len(lengths) * padded_width)
-            tokens = np.append(tokens, filling_tokens)
+            key_places.append(len(tokens) + filling_position)
+            padded_size = len(rollouts) * (prompt_width + completion_width)
+            tokens = np.append(tokens, filling_position % padded_size)
             position = np.append(position, filling_position)
-            parts = parts.with_filling(filling)
+            lengths = np.append(lengths, filling)
+            shared_lengths = np.append(shared_lengths, 0)
         is_scored = np.zeros(len(tokens), dtype=np.int64)  # (T,)
-        is_scored[scored_places] = 1
+        is_scored[predicts + 1] = 1
         keys = np.zeros(0, dtype=np.int64)
-        if len(sharing.owners):
-            keys = parts.keys()
+        if shared_lengths.any():
+            keys = np.concatenate(key_places)
 
-        arrays = [tokens, is_scored, position, scored_places - 1, columns, keys]
+        arrays = [tokens, is_scored, position, predicts, columns, keys]
         tensors = _copied_at_once(arrays, row_format.device)
         tokens, is_scored, position, predicts, columns, keys = tensors
-        inputs = row_format.inputs(position[None], parts.lengths, parts.shared_lengths, keys)
+        inputs = row_format.inputs(position[None], lengths, shared_lengths, keys)
         return cls(tokens[None], is_scored[None], predicts, columns, inputs)
 
     @classmethod
-    def padded(cls, prompt_mask: Tensor, completion_mask: Tensor, multiple: int = 1) -> "Layout":
+    def padded(
+        cls,
+        rollouts: Sequence[RolloutTokens],
+        prompt_width: int,
+        completion_width: int,
+        device: torch.device,
+        multiple: int = 1,
+    ) -> "Layout":
         """
-        Returns a layout of one row for each rollout, which begins in its first column. So the
-        position of a token is its column, also for models that learn positions. (TRL pads prompts
-        on the left, and passes no positions.)
+        Returns a layout of one row for each path, which begins in its first column. So the position
+        of a token is its column, also for models that learn positions. (TRL pads prompts on the
+        left, and passes no positions.)
 
         The example of the class, padded:
 
@@ -139,33 +133,33 @@ class Layout(NamedTuple):
             columns      0  2  3
 
         Args:
-            prompt_mask: (B, P), ones on the right.
-            completion_mask: (B, C), ones on the left.
             multiple: of the width of the rows.
         """
-        count, prompt_width = prompt_mask.shape
-        completion_width = completion_mask.size(1)
-        device = prompt_mask.device
-        prompt_lengths = prompt_mask.sum(1, keepdim=True)  # (B, 1)
-        lengths = prompt_lengths + completion_mask.sum(1, keepdim=True)  # (B, 1)
+        paths = _paths_of(rollouts)
+        lengths = np.array([len(path) for path in paths])  # (R,)
         longest = int(lengths.max())
         row_width = longest + -longest % multiple  # T
-        position = torch.arange(row_width, device=device).expand(count, -1)  # (B, T)
-        is_inside = position < lengths
-        rollout = torch.arange(count, device=device)[:, None]  # (B, 1)
-        column = position - prompt_lengths  # (B, T), in the completion; below 0 in the prompt
-        padded_begin = rollout * (prompt_width + completion_width)  # (B, 1), in (B, P + C)
-        tokens = padded_begin + prompt_width + column
-        # padding repeats the first token, which the mask hides
-        first_token = tokens[:, :1]
-        tokens = tokens.where(is_inside, first_token)
-        is_scored = is_inside & (column >= 0)
-        scored_places = is_scored.flatten().nonzero()[:, 0]  # (N,), in the flattened rows
-        predicts = scored_places - 1
-        completion_begin = rollout * completion_width  # (B, 1), in (B, C)
-        columns = (completion_begin + column)[is_scored]
-        inputs = {"attention_mask": is_inside.long()}
-        return cls(tokens, is_scored.long(), predicts, columns, inputs)
+        columns_of = _Columns(rollouts, prompt_width, completion_width)
+        begins = np.arange(len(paths)) * row_width  # in the flattened rows
+        places = [begin + np.arange(len(path)) for begin, path in zip(begins, paths)]
+        predicts, columns = columns_of.scores(paths, places)
+
+        is_inside = np.arange(row_width) < lengths[:, None]  # (R, T)
+        own = columns_of.padded([(path.rollout, path.places) for path in paths])
+        tokens = np.empty(is_inside.shape, dtype=np.int64)
+        tokens[is_inside] = own
+        first = np.broadcast_to(tokens[:, :1], tokens.shape)
+        tokens = np.where(is_inside, tokens, first)  # the mask hides the padding
+        is_scored = np.zeros(is_inside.size, dtype=np.int64)
+        is_scored[predicts + 1] = 1
+
+        mask = is_inside.astype(np.int64).ravel()
+        arrays = [tokens.ravel(), is_scored, predicts, columns, mask]
+        tensors = _copied_at_once(arrays, device)
+        tokens, is_scored, predicts, columns, mask = tensors
+        shape = is_inside.shape
+        inputs = {"attention_mask": mask.view(shape)}
+        return cls(tokens.view(shape), is_scored.view(shape), predicts, columns, inputs)
 
     def in_columns(self, values: Tensor, count: int, completion_width: int) -> Tensor:
         """Returns values of the completions' tokens, (N, ...), as (B, C, ...), with 0 on padding.
@@ -176,149 +170,104 @@ class Layout(NamedTuple):
         return padded.view(count, completion_width, *shape)
 
 
-def number_prompts(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Returns a number for each rollout, (B,): the same for those with the same prompt."""
-    known: dict[bytes, int] = {}
-    numbers = []
-    for rollout in rollouts:
-        prompt = rollout.prompt_ids.tobytes()
-        number = known.setdefault(prompt, len(known))
-        numbers.append(number)
-    return np.array(numbers)
+def _paths_of(rollouts: Sequence[RolloutTokens]) -> list[Path]:
+    """Returns the paths of all rollouts of a micro-batch, rollout by rollout."""
+    paths = []
+    for number, rollout in enumerate(rollouts):
+        paths += rollout.paths(number)
+    return paths
 
 
-class _Sharing(NamedTuple):
-    """Lists the G prompts that stand in the row once, each for several rollouts."""
+class _Columns:
+    """Finds a rollout's tokens in a padded micro-batch, whose prompts end at column P."""
 
-    owners: np.ndarray  # (G,), for each shared prompt a rollout that begins with it
-    # (B,), the shared prompt of each rollout, from 0 to G - 1. A rollout that shares no token has
-    # any number, even -1: `_Parts.keys` discards what it finds there.
-    prompts: np.ndarray
-    shared_lengths: np.ndarray  # (B,), tokens that each rollout shares, or 0
+    def __init__(self, rollouts: Sequence[RolloutTokens], prompt_width: int, completion_width: int):
+        self._prompt_lengths = [rollout.prompt_length for rollout in rollouts]
+        self._prompt_width = prompt_width
+        self._completion_width = completion_width
+
+    def padded(self, pieces: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Returns where tokens stand in the flattened (B, P + C). Each piece is the number of a
+        rollout and places in its row."""
+        padded_width = self._prompt_width + self._completion_width
+        tokens = []
+        for rollout, places in pieces:
+            begin = rollout * padded_width + self._prompt_width - self._prompt_lengths[rollout]
+            tokens.append(begin + places)
+        return np.concatenate(tokens)
+
+    def scores(
+        self, paths: Sequence[Path], places: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `predicts` and `columns` of `Layout`. `places` are those of each path's tokens in
+        the flattened rows."""
+        predicts = []
+        columns = []
+        for path, row_places in zip(paths, places, strict=True):
+            predicts.append(row_places[path.scored - 1])
+            begin = path.rollout * self._completion_width - self._prompt_lengths[path.rollout]
+            columns.append(begin + path.places[path.scored])
+        all_predicts = np.concatenate(predicts)
+        order = all_predicts.argsort(kind="stable")
+        return all_predicts[order], np.concatenate(columns)[order]
 
 
-def _share_prompts(
-    prompt_lengths: np.ndarray, lengths: np.ndarray, prompt_numbers: Ints | None
-) -> _Sharing:
+class _Row(NamedTuple):
     """
-    Returns the prompts to share: none if that saves too little.
+    Lists the parts that make up a packed row. A part is what one path computes itself. All arrays
+    are in the order of the row.
 
-    Three rollouts have the prompts `c d`, `a` and `c d`, whose `prompt_numbers` are 5, 3 and 5. So
-    `a` is group 0, and `c d` is group 1. An entry for each group:
+    Paths `c d b`, `a` and `c d e f`, of which the last has `c` from the first:
 
-        group              0   1
-        firsts             1   0      its first rollout
-        sizes              1   2      its rollouts
-        is_shared          0   1
-        numbers           -1   0      its number among the groups that share their prompt
-
-    An entry for each rollout:
-
-        rollout            0   1   2
-        groups             1   0   1
-        shared_lengths     1   0   1      `c`; `d` stays with each of them
-
-    The only shared prompt is that of rollout 0, so `owners` is [0].
-    """
-    zeros = np.zeros_like(prompt_lengths)
-    nothing = _Sharing(owners=np.zeros(0, dtype=np.int64), prompts=zeros, shared_lengths=zeros)
-    if prompt_numbers is None:
-        return nothing
-    _, firsts, groups, sizes = np.unique(
-        prompt_numbers,
-        return_index=True,
-        return_inverse=True,
-        return_counts=True,
-    )
-    is_shared = (sizes > 1) & (prompt_lengths[firsts] > 1)
-    numbers = is_shared.cumsum() - 1
-    owners = firsts[is_shared]
-    # The last token of a prompt predicts another token in each rollout, and stays with it.
-    shared_lengths = np.where(is_shared[groups], prompt_lengths - 1, 0)
-    saved = shared_lengths.sum() - shared_lengths[owners].sum()
-    if saved < WORTH_SHARING * lengths.sum():
-        return nothing
-    return _Sharing(owners, numbers[groups], shared_lengths)
-
-
-class _Parts(NamedTuple):
-    """
-    Lists the runs of tokens that make up a row, in its order: the shared prompts without their last
-    token, then what else there is of each rollout. All arrays are (parts,).
-
-    Rollouts `c d | b` and `c d | e f`, which share their prompt:
-
-        row               c | d  b | d  e  f
-        part              0 | 1  1 | 2  2  2
-        position          0 | 1  2 | 1  2  3
-        rollouts          0  0  1
-        lengths           1  2  3
-        shared_lengths    0  1  1
-        prompt_parts      0  0  0
+        row               a | c  d  b | d  e  f
+        position          0 | 0  1  2 | 1  2  3
+        paths             1   0         2
+        lengths           1   3         3
+        shared_lengths    0   0         1
+        places            path 0: 1 2 3    path 1: 0    path 2: 1 4 5 6
     """
 
-    rollouts: np.ndarray  # whose tokens they are
-    lengths: np.ndarray  # tokens of the part itself
-    shared_lengths: np.ndarray  # tokens of a shared prompt that precede the part in its rollout
-    prompt_parts: np.ndarray  # the part that is this shared prompt
+    paths: np.ndarray  # (parts,)
+    lengths: np.ndarray  # (parts,), tokens of the part
+    shared_lengths: np.ndarray  # (parts,), tokens of its path that precede the part
+    places: list[np.ndarray]  # of each path's tokens in the row, by path
 
     @classmethod
-    def of(cls, prompt_lengths: np.ndarray, lengths: np.ndarray, sharing: _Sharing) -> "_Parts":
-        """Returns the parts of rollouts with these lengths of prompts, and of all, (B,)."""
-        owners = sharing.owners
-        shared_lengths = sharing.shared_lengths
+    def of(cls, paths: Sequence[Path], sharing: Sharing) -> "_Row":
+        path_lengths = np.array([len(path) for path in paths])
         # By shared tokens, then by length, because attention takes neighbours of the same lengths
         # at once. (`lexsort` takes its main key last.)
-        order = np.lexsort((lengths, shared_lengths))  # (B,)
-        rest = lengths - shared_lengths  # (B,), tokens that are not shared
-        return cls(
-            rollouts=np.append(owners, order),
-            lengths=np.append(prompt_lengths[owners] - 1, rest[order]),
-            shared_lengths=np.append(np.zeros_like(owners), shared_lengths[order]),
-            prompt_parts=np.append(np.arange(len(owners)), sharing.prompts[order]),
-        )
+        order = np.lexsort((path_lengths, sharing.lengths))
+        own_lengths = path_lengths - sharing.lengths
+        order = order[own_lengths[order] > 0]  # a path that another has whole has no part
+        lengths = own_lengths[order]
+        begins = np.zeros(len(paths), dtype=np.int64)  # by path
+        begins[order] = lengths.cumsum() - lengths
+        places: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(paths)
+        for path in sharing.order.tolist():
+            own = np.arange(begins[path], begins[path] + own_lengths[path])
+            shared_length = sharing.lengths[path]
+            if shared_length:
+                shared = places[sharing.previous[path]][:shared_length]
+                own = np.concatenate([shared, own])
+            places[path] = own
+        return cls(order, lengths, sharing.lengths[order], places)
 
-    def with_filling(self, length: int) -> "_Parts":
-        """Returns the parts and one more of that length, which belongs to no rollout."""
-        return _Parts(
-            rollouts=np.append(self.rollouts, 0),
-            lengths=np.append(self.lengths, length),
-            shared_lengths=np.append(self.shared_lengths, 0),
-            prompt_parts=np.append(self.prompt_parts, 0),
-        )
+    def own_places(self, paths: Sequence[Path]) -> list[tuple[int, np.ndarray]]:
+        """Returns each part's tokens: the number of their rollout, and their places in its row."""
+        pieces = []
+        for path, shared_length in zip(self.paths.tolist(), self.shared_lengths.tolist()):
+            pieces.append((paths[path].rollout, paths[path].places[shared_length:]))
+        return pieces
 
-    def keys(self) -> np.ndarray:
-        """
-        Returns the places in the row of the keys that each part sees, part after part: first those
-        of its shared prompt, then its own. In the example of the class, one entry for each key:
+    def positions(self) -> np.ndarray:
+        """Returns the position of each token on its path, (T,)."""
+        parts = zip(self.lengths.tolist(), self.shared_lengths.tolist())
+        return np.concatenate([np.arange(shared, shared + length) for length, shared in parts])
 
-            part      0 | 1  1  1 | 2  2  2  2
-            place     0 | 0  1  2 | 0  1  2  3      among the keys of its part
-            begin     0 | 1  1  1 | 3  3  3  3      of its part in the row
-            keys      0 | 0  1  2 | 0  3  4  5
-        """
-        part, place = _count_within(self.shared_lengths + self.lengths)
-        begins = _begins(self.lengths)
-        begin = begins[part]
-        shared = self.shared_lengths[part]
-        prompt_begin = begins[self.prompt_parts[part]]
-        return np.where(place < shared, prompt_begin + place, begin + place - shared)
-
-
-def _count_within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the part of each token, and its place in the part. Lengths `1 3` give `0 1 1 1` and
-    `0 0 1 2`."""
-    parts = np.arange(len(lengths))
-    part = np.repeat(parts, lengths)  # (T,)
-    row_place = np.arange(len(part))
-    begin = _begins(lengths)[part]
-    return part, row_place - begin
-
-
-def _begins(lengths: np.ndarray) -> np.ndarray:
-    """Returns where parts begin that stand end to end. Lengths `1 3 2` give `0 1 4`."""
-    ends = lengths.cumsum()
-    return ends - lengths
+    def key_places(self) -> list[np.ndarray]:
+        """Returns the places in the row of the keys that each part sees: all of its path."""
+        return [self.places[path] for path in self.paths.tolist()]
 
 
 def _copied_at_once(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
@@ -339,7 +288,7 @@ def score_packed(
     layout: Layout,
 ) -> Scores:
     """
-    Scores a padded micro-batch as one row.
+    Scores a padded micro-batch by the rows of its layout.
 
     Args:
         forward: TRL's `_get_per_token_logps_and_entropies`.
@@ -347,73 +296,63 @@ def score_packed(
         completion_width: C.
 
     Returns:
-        Log-probabilities and entropies, (B, C) each, 0 on padding, and no auxiliary loss.
+        Log-probabilities and entropies, (B, C) each, 0 on padding, and the auxiliary loss of the
+        rows if there is one.
     """
 
-    def packed_model(input_ids, attention_mask, **options):
+    def laid_out_model(input_ids, attention_mask, **options):
         """Stands in for the model. `layout.inputs` take the place of TRL's mask."""
         return model(input_ids=input_ids, **layout.inputs, **options)
 
     def in_columns(scores: Tensor) -> Tensor:
-        completion_scores = scores[0, layout.predicts]  # (N,)
+        # (R, T - 1): the score of a token stands in the place of the token before it.
+        row = layout.predicts // row_width
+        place = layout.predicts % row_width
+        completion_scores = scores[row, place]  # (N,)
         return layout.in_columns(completion_scores, len(ids), completion_width)
 
-    row = ids.flatten()[layout.tokens]  # (1, T)
-    # TRL scores the tokens that its mask leaves, and the model does not see this mask. Scores are
-    # (1, T - 1): the score of a token stands in the place of the token before it.
-    logprobs, entropies, _ = forward(
-        packed_model,
-        input_ids=row,
+    rows = ids.flatten()[layout.tokens]  # (R, T)
+    row_width = rows.size(1)
+    # TRL scores the tokens that its mask leaves, and the model does not see this mask.
+    logprobs, entropies, auxiliary_loss = forward(
+        laid_out_model,
+        input_ids=rows,
         attention_mask=layout.is_scored,
-        logits_to_keep=row.size(1) - 1,
+        logits_to_keep=row_width - 1,
     )
     if entropies is not None:
         entropies = in_columns(entropies)
-    return in_columns(logprobs), entropies, None
+    return in_columns(logprobs), entropies, auxiliary_loss
 
 
 def score_all(
     forward: Callable[..., Scores],
     model: Any,
     ids: Tensor,
-    mask: Tensor,
     completion_width: int,
     micro_batches: Sequence[slice],
-    row_format: RowFormat,
-    prompt_numbers: np.ndarray | None = None,
+    layouts: Sequence[Layout],
 ) -> Scores:
     """
     Scores a batch as `score_packed` does each of its micro-batches.
 
     Args:
-        mask: (B, P + C), the attention mask.
+        ids: (B, P + C).
         micro_batches: rollouts of each; together, all of the batch in its order.
-        prompt_numbers: (B,), as in `Layout.of`.
+        layouts: of each micro-batch, for these widths.
     """
-    prompt_width = ids.size(1) - completion_width
-    prompt_mask, completion_mask = mask.split((prompt_width, completion_width), dim=1)
-    lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)])
-    prompt_lengths, completion_lengths = lengths.cpu().numpy()  # (B,) each
-    layouts = []  # all before the first forward pass, because copies to the device wait for it
-    for rollouts in micro_batches:
-        numbers = prompt_numbers
-        if prompt_numbers is not None:
-            numbers = prompt_numbers[rollouts]
-        layout = Layout.of(
-            prompt_lengths[rollouts],
-            completion_lengths[rollouts],
-            prompt_width,
-            completion_width,
-            row_format,
-            numbers,
-        )
-        layouts.append(layout)
     logprobs = []
     entropies = []
-    for rollouts, layout in zip(micro_batches, layouts):
+    losses = []
+    for rollouts, layout in zip(micro_batches, layouts, strict=True):
         scores = score_packed(forward, model, ids[rollouts], completion_width, layout)
         logprobs.append(scores[0])
         entropies.append(scores[1])
-    if entropies[0] is None:
-        return torch.cat(logprobs), None, None
-    return torch.cat(logprobs), torch.cat(entropies), None
+        losses.append(scores[2])
+    all_entropies = None
+    if entropies[0] is not None:
+        all_entropies = torch.cat(entropies)
+    mean_loss = None
+    if losses[0] is not None:
+        mean_loss = torch.stack(losses).mean()
+    return torch.cat(logprobs), all_entropies, mean_loss

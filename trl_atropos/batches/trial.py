@@ -35,6 +35,7 @@ from trl_atropos.batches.packed_attention import (
     use_own_attention,
 )
 from trl_atropos.batches.packing import Layout
+from trl_atropos.batches.sharing import RolloutTokens
 
 # Tokens of the rollouts that a model is tried with, in the order of the batch. The row sorts them
 # by length, and attention takes those of the same length at once.
@@ -314,11 +315,12 @@ def _packed_logprobs(
     model: Any, row_format: RowFormat, rollouts: Sequence[Tensor], prompt: int
 ) -> Sequence[Tensor]:
     """Returns the same of each rollout of a row."""
-    count = len(rollouts)
     completions = [len(rollout) - prompt for rollout in rollouts]
-    prompts = [prompt] * count
-    alike = [0] * count  # all have the same prompt, if prompts are shared at all
-    layout = Layout.of(prompts, completions, prompt, max(completions), row_format, alike)
+    tokens = []
+    for rollout in rollouts:
+        ids = rollout.cpu().numpy()
+        tokens.append(RolloutTokens(prompt, len(ids), ids))
+    layout = Layout.of(tokens, prompt, max(completions), row_format)
     padded = torch.nn.utils.rnn.pad_sequence(list(rollouts), batch_first=True)
     row = padded.flatten()[layout.tokens]  # (1, T)
     logits = _logits(model, input_ids=row, **layout.inputs)

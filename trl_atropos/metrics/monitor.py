@@ -5,10 +5,11 @@
 log-probabilities of it are known. What the measures are is in `health.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -26,7 +27,9 @@ from trl_atropos.metrics.health import (
     trl_metrics,
 )
 from trl_atropos.rollouts.reward_parts import part_means
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.tree import NO_PARENT, Tree
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
@@ -66,11 +69,19 @@ class BatchMonitor:
         for name, value in values.items():
             self._metrics[name].append(value)
 
-    def correct_logs(self, batch: GenerationBatch, tables: dict[str, Any]) -> None:
+    def correct_logs(
+        self,
+        batch: GenerationBatch,
+        tables: dict[str, Any],
+        decode: Callable[[Sequence[np.ndarray]], list[str]],
+    ) -> None:
         """Replaces what TRL logged from its one big group by the values of the rollouts' own
         groups. `tables` are TRL's columns of the completions table, which shows rollouts in the
-        order in which they came, by group."""
+        order in which they came, by group. `decode` makes texts of token ids."""
         rollouts = batch.rollouts
+        for name, value in batch.completion_metrics().items():
+            self._metrics[name][-1] = value
+        _show_branches(rollouts, tables["completion"], decode)
         self._metrics["frac_reward_zero_std"][-1] = share_zero_variance(rollouts)
         advantages = tables["advantages"]
         for _ in range(min(len(rollouts), len(advantages))):
@@ -167,3 +178,31 @@ class BatchMonitor:
             on_main(lambda: self._health.check(measures))
         elif is_main:
             self._health.check(measures)
+
+
+def _show_branches(
+    rollouts: Sequence[Rollout],
+    texts: MutableSequence[str],
+    decode: Callable[[Sequence[np.ndarray]], list[str]],
+) -> None:
+    """Marks where branches begin in the texts of TRL's table, whose last entries are those of
+    `rollouts`: TRL decodes a completion as one text."""
+    for number, rollout in enumerate(reversed(rollouts), start=1):
+        if rollout.tree is None or number > len(texts):
+            continue
+        ends = rollout.tree.begins + rollout.tree.lengths
+        parts = np.split(rollout.row, ends[:-1])
+        parts[0] = parts[0][len(rollout.prompt_ids) :]
+        first, *branches = decode(parts)
+        lines = [first]
+        for part, text in enumerate(branches, start=1):
+            lines.append(f"[{_origin(rollout.tree, part)}]")
+            lines.append(text)
+        texts[-number] = "\n".join(lines)
+
+
+def _origin(tree: Tree, part: int) -> str:
+    parent = tree.parents[part]
+    if parent == NO_PARENT:
+        return f"{part}: a new context"
+    return f"{part}: leaves {parent} after {tree.shared[part]} tokens"

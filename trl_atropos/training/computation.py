@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from trl_atropos.batches import numerics, packed_attention, trial
+from trl_atropos.batches.generation_batch import computed_tokens
+from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.errors import RecipeError
 from trl_atropos.weights import adapters
@@ -56,6 +58,7 @@ class Computation:
         self._trainer = trainer
         self.packs: RowFormat | None = None
         self.compiles = False
+        self._has_saved_memory = False  # in any micro-batch so far
         policy = trainer.model
         accelerator = trainer.accelerator
         has_adapters = isinstance(policy, PeftModel)
@@ -148,6 +151,30 @@ class Computation:
                 why_unshared,
             )
         return how._replace(shares=why_unshared is None)
+
+    @contextmanager
+    def saving_memory(self, micro_batch: Batch) -> Iterator[None]:
+        """Has layers computed again in the backward pass, in place of keeping what they compute, if
+        the micro-batch whose forward pass runs within exceeds its token budget."""
+        args = self._trainer.args
+        policy = base_model(self._trainer.model)
+        can_save = policy.supports_gradient_checkpointing and args.numerics != "bitwise"
+        is_wanted = micro_batch.get("exceeds_budget", False) and not args.gradient_checkpointing
+        if not (is_wanted and can_save):
+            yield
+            return
+        if not self._has_saved_memory and self._trainer.accelerator.is_main_process:
+            self._has_saved_memory = True
+            logger.info(
+                "An episode takes %d tokens at once, more than a micro-batch may have. Its layers "
+                "are computed again in the backward pass, to save memory. This is said once.",
+                computed_tokens(micro_batch),
+            )
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            yield
+        finally:
+            policy.gradient_checkpointing_disable()
 
     def trained_parts(self) -> list[Tensor]:
         """Returns this rank's part of each trained weight."""
