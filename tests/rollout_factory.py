@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from recipes.quickstart.make_model import make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 
 SENTINEL = 1.0  # what Atropos writes where there is no log-probability
 # nats between the sampler's log-probabilities and the policy's, so that corrections have work to do

@@ -12,6 +12,7 @@ from trl_atropos import logging
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
     from trl_atropos.embedded import RunningServices, run, start_services
+    from trl_atropos.rollouts.episodes import episode
     from trl_atropos.rollouts.replay import ReplaySource
     from trl_atropos.rollouts.source import AtroposSource, RolloutSource
     from trl_atropos.trainer import AtroposGRPOTrainer
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutSource",
     "RunningServices",
     "__version__",
+    "episode",
     "logging",
     "run",
     "start_services",
@@ -43,6 +45,7 @@ _MODULES = {
     "ReplaySource": "rollouts.replay",
     "RolloutSource": "rollouts.source",
     "RunningServices": "embedded",
+    "episode": "rollouts.episodes",
     "run": "embedded",
     "start_services": "embedded",
 }

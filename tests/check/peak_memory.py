@@ -20,7 +20,7 @@ import torch
 from tests.rollout_factory import Group, arguments, record
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.recipe import parse
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 
 LENGTH, PROMPT = 128, 16  # tokens
 

@@ -21,7 +21,7 @@ from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.check.fit import Estimate, estimate
 from trl_atropos.check.launch import Launch, case_of, plan_of
 from trl_atropos.recipe import Recipe, parse
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 from trl_atropos.weights.transfer import ROOM, leave_room
 
 pytestmark = [

@@ -550,7 +550,7 @@ MUTATIONS: list[Mutation] = [
         "tests/rollouts/test_intake.py::test_supervised_rows_lack_logprobs_and_advantages",
     ),
     Mutation(
-        "trl_atropos/rollouts/wire.py",
+        "trl_atropos/rollouts/wire_values.py",
         "(values <= 0.0) & (values >= LOWEST_LOGPROB)",
         "values >= LOWEST_LOGPROB",
         "tests/rollouts/test_intake.py::test_impossible_logprob_is_unknown",

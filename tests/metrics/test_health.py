@@ -27,7 +27,7 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.metrics.health import FINE_AGAIN, SAMPLED, SIGNALS, Health, Movement, share_dropped
 from trl_atropos.report.progress import format_line
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 
 ROWS = 16
 SIZE = 4  # of a group

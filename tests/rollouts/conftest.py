@@ -19,6 +19,7 @@ from tests.server_process import free_port
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RunInfo
+from trl_atropos.rollouts.tree import Tree
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
 
 DATA = Path(__file__).parent / "data"
@@ -162,11 +163,18 @@ def assert_same_rows(
     for one, other in zip(some, others):
         for name in (field.name for field in fields(Rollout) if field.name not in but):
             mine, theirs = getattr(one, name), getattr(other, name)
-            if isinstance(mine, np.ndarray):
+            if isinstance(mine, Tree) and isinstance(theirs, Tree):
+                assert same_trees(mine, theirs), name
+            elif isinstance(mine, np.ndarray):
                 assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
                 assert np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f"), name
             else:
                 assert mine == theirs, name
+
+
+def same_trees(some: Tree, other: Tree) -> bool:
+    names = [field.name for field in fields(Tree)]
+    return all(np.array_equal(getattr(some, name), getattr(other, name)) for name in names)
 
 
 @pytest.fixture

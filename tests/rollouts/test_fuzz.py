@@ -86,6 +86,7 @@ def test_group_rollouts_are_all_admitted_or_dropped(body, evaluation):
         dropped = intake.total_dropped
         assert admitted + dropped.total() == received, (sent, dropped)
         assert all(count >= 0 for count in dropped.values())
+        assert dropped.pop("joined") == 0
         reported = intake.metrics()
         assert {reason: reported[f"rollouts/dropped_{reason}"] for reason in dropped} == dropped
         assert not (evaluation and admitted)

@@ -54,13 +54,13 @@ def test_masked_gap_is_context_without_logprobs():
 
 
 def test_every_drop_reason_has_description():
-    """But for those of which a waiting run is told otherwise."""
+    """But for those of which a waiting run is told otherwise, and for what is no loss."""
     reasons = {
         value
         for name, value in vars(drop_reasons).items()
         if name.isupper() and isinstance(value, str)
     }
-    elsewhere = {"evaluation", "lost_in_delivery", "resumed_mid_batch"}
+    elsewhere = {"evaluation", "lost_in_delivery", "resumed_mid_batch", "joined"}
     assert reasons - drop_reasons.DESCRIPTIONS.keys() == elsewhere
 
 

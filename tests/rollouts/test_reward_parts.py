@@ -25,7 +25,8 @@ from trl_atropos.rollouts.reward_parts import (
     part_means,
 )
 from trl_atropos.rollouts.source import AtroposSource
-from trl_atropos.rollouts.wire import LARGEST, read_group
+from trl_atropos.rollouts.wire import read_group
+from trl_atropos.rollouts.wire_values import LARGEST
 from trl_atropos.services.environments import Supervisor
 from trl_atropos.services.manager import Services
 

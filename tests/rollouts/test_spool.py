@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.rollouts.conftest import DATA, assert_same_rows
+from tests.rollouts.conftest import DATA, admitted, assert_same_rows, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout, from_table, to_table
 from trl_atropos.rollouts.spool import HEADER, Delivery, FileHeader, Spool
@@ -116,7 +116,8 @@ def test_columns_of_later_versions_are_passed_over():
     table = to_table(rows)
     later = table.append_column("new", pa.array([[1], None]))
     assert_same_rows(from_table(later), rows, but=("arrived",))
-    assert table.column_names[-1] == "rewards"  # earlier versions read the columns before it
+    later_columns = table.column_names[-2:]
+    assert later_columns == ["rewards", "tree"]  # earlier versions read the columns before these
     without = from_table(table.drop_columns("rewards"))
     assert_same_rows(without, rows, but=("arrived", "rewards"))
     assert [row.rewards for row in without] == [None, None]
@@ -236,3 +237,47 @@ def test_unwritable_file_leaves_others_and_tells_fix(tmp_path):
         append(spool, 4, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").rmdir()
     assert [header.start for header in Spool(tmp_path / "rollouts", 1e9).headers] == [0]
+
+
+def branching_row() -> Rollout:
+    branch = {"of": 0, "at": 2, "tokens": [9, 3], "masks": [-100, 3]}
+    row, _ = admitted(make_group(0, 1, overrides=[{"branches": [branch]}, None]))
+    return row
+
+
+def test_file_with_branches_is_kept_from_earlier_versions(tmp_path):
+    """They know format 1, and they find a file's checksum as `crc32`. Without one they take the
+    file for damaged, also to replay it, where they do not look at the format."""
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, make_row(), make_row())
+    append(spool, 4, branching_row(), make_row())
+    written = []
+    for header in spool.headers:
+        with pa.memory_map(str(path_of(spool, header.start))) as file:
+            written.append(json.loads(pa.ipc.open_file(file).schema.metadata[HEADER]))
+    assert [record["format"] for record in written] == [1, 2]
+    assert ["crc32" in record for record in written] == [True, False]
+
+
+def test_file_with_branches_is_read_by_next_life_of_run(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    rows = [branching_row(), make_row()]
+    append(spool, 4, *rows)
+    again = Spool(tmp_path / "rollouts", 1e9)
+    (header,) = again.headers
+    assert_same_rows(again.read(header), rows, but=("arrived",))
+    path = path_of(again, header.start)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(RolloutError, match="rollouts"):
+        again.read(header)
+
+
+def test_file_of_newer_format_is_passed_over_with_its_number(tmp_path, caplog):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, make_row(), make_row())
+    path = path_of(spool, 0)
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 9'))
+    assert Spool(tmp_path / "rollouts", 1e9).headers == []
+    assert "another version of trl_atropos wrote it, in format 9" in caplog.text

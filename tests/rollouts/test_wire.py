@@ -11,13 +11,13 @@ import pytest
 
 from tests.rollouts.conftest import DATA, make_group, text_of
 from trl_atropos.rollouts.wire import (
-    MASKED,
     RejectedGroup,
     ScoredGroup,
     decode_reply,
     parse_group,
     read_group,
 )
+from trl_atropos.rollouts.wire_values import MASKED
 
 
 def body_of(*groups, **options) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from tests.rollout_factory import Group, load_policy, make_group, make_trainer, step_logs
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos.batches.inputs import top_k_divergence
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 
 RATE = 0.1
 STEP = {

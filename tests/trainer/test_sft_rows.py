@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rollout_factory import Group, load_policy, make_group, make_trainer, step_logs
-from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.rollouts.wire_values import MASKED
 
 SFT = {"group_overrides": {"sft": True}}
 LONGEST = 16  # `max_completion_length`, by which dr_grpo divides

@@ -34,6 +34,7 @@ from tests.weights.versions import (
     row_of,
     wait_for,
 )
+from trl_atropos import episode
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
 from trl_atropos.rollouts.intake import Intake
@@ -128,6 +129,29 @@ def test_multi_turn_row_is_as_old_as_oldest_turn(policy, book, server):
     assert tagged(book, row_of(first, second)) == [(old, old + 1)]
     forged = Completion(second.prompt, second.tokens, [-9.0, *second.logprobs[1:]])
     assert tagged(book, row_of(first, forged)) == [(None, None)]
+
+
+def test_branches_are_as_old_as_oldest_call_and_as_new_as_newest(policy, book, server):
+    """In whatever order the row has them: here the last call comes first."""
+    old = policy.version
+    (first,) = generate(server, PROMPT, 8)
+    policy.publish(old + 1)
+    (branch,) = generate(server, [*PROMPT[:2], 5, 6, 7], 8)  # leaves the prompt, then goes on
+    (alone,) = generate(server, [9, 10, 11], 8)
+    policy.publish(old + 2)
+    (last,) = generate(server, first.prompt + first.tokens + [7, 8, 9], 8)
+    rows = []
+    for call in (last, first, branch, alone):
+        length = len(call.prompt)
+        tokens = call.prompt + call.tokens
+        rows.append((tokens, [-100] * length + call.tokens, [1.0] * length + call.logprobs))
+    item = episode(rows)
+    assert len(item["overrides"]["branches"]) == 3
+    group = {name: [value] for name, value in item.items()} | {"scores": [1.0]}
+    (row,) = Intake(512, 1.0, "raw").admit([read_group(json.loads(json.dumps(group)))])
+    assert tagged(book, row) == [(old, old + 2)]
+    row.logprobs[-1] -= 1
+    assert tagged(book, row) == [(None, None)]
 
 
 def test_managed_server_rows_are_known_over_turns(policy, book, server):

@@ -10,6 +10,10 @@ UNTRAINED = "untrained"  # Its mask leaves no token to train on.
 EVALUATION = "evaluation"  # The environment marked its group as an evaluation.
 INTAKE_REASONS = (REJECTED, TOO_LONG, UNTRAINED, EVALUATION)
 
+# Not a loss: rows that an environment sent by themselves became part of the rollout that their
+# episode is, which counts once. It is counted beside the reasons, because the API counts rows.
+JOINED = "joined"
+
 # `selection.Selection` drops a rollout before the trainer gets it.
 STALE = "stale"  # It is older than `max_staleness` optimizer steps.
 ZERO_VARIANCE = "zero_variance"  # All scores of its group are equal, so it teaches nothing.

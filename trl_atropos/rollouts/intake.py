@@ -19,14 +19,18 @@ from trl_atropos.rollouts.api import label_of
 from trl_atropos.rollouts.drop_reasons import (
     EVALUATION,
     INTAKE_REASONS,
+    JOINED,
     REJECTED,
     TOO_LONG,
     UNTRAINED,
 )
+from trl_atropos.rollouts.episodes import join_rows
 from trl_atropos.rollouts.reward_parts import NamedNumbers
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
+from trl_atropos.rollouts.row import make_rollout
 from trl_atropos.rollouts.versions import settings_differ
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.wire import ScoredGroup
+from trl_atropos.rollouts.wire_values import RejectedGroup, ScoredPath
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,9 @@ SingleRowGroups = Literal["refuse", "raw", "zero"]
 # of an environment; if most of them are rejected for one reason, its settings are wrong
 LAST_GROUPS = 32
 ENOUGH_GROUPS = 8  # fewer say nothing
+
+MOST_OVERRIDES = 32  # that the log names, if nobody knows them
+UNKNOWN_OVERRIDE = "It has no effect: correct its name, or update trl_atropos."
 
 NO_NAMES: Mapping[int, str] = {}
 
@@ -64,6 +71,7 @@ class Intake:
         # "" for any other group.
         self._recent: defaultdict[int | None, deque[str]] = defaultdict(_last_groups)
         self._warned: set[str] = set()
+        self._unknown_overrides: set[str] = set()  # that the log has named
         # Of the whole run: dropped rollouts by reason, rejected groups, trained tokens, and tokens
         # of unknown log-probability.
         self._counts: Counter[str] = Counter()
@@ -72,8 +80,10 @@ class Intake:
 
     @property
     def total_dropped(self) -> Counter[str]:
-        """Number of rollouts that were dropped so far, by reason."""
-        return Counter({reason: self._counts[reason] for reason in INTAKE_REASONS})
+        """Number of rollouts that were dropped so far, by reason, and of rows that were joined to
+        others."""
+        reasons = (*INTAKE_REASONS, JOINED)
+        return Counter({reason: self._counts[reason] for reason in reasons})
 
     def admit(
         self,
@@ -119,6 +129,7 @@ class Intake:
     def _admit_group(
         self, group: ScoredGroup, label: str, environment: str | None
     ) -> list[Rollout]:
+        self._name_unknown_overrides(group, label)
         rollouts, dropped = self.rollouts_of(group, label)
         self._counts.update(dropped)
         if dropped[TOO_LONG]:
@@ -126,7 +137,7 @@ class Intake:
                 "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample "
                 "shorter ones."
             )
-            longest = max(len(tokens) for tokens in group.tokens)
+            longest = max(_longest_path(group.paths(i)) for i in range(group.size))
             self._warn_once("too long", message, longest, label, self.max_sequence_length)
         if dropped[UNTRAINED]:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
@@ -142,6 +153,15 @@ class Intake:
         if rollouts:
             self._next_group += 1
         return rollouts
+
+    def _name_unknown_overrides(self, group: ScoredGroup, label: str) -> None:
+        """Warns once of each override that has no effect, up to `MOST_OVERRIDES` of them."""
+        for key in group.unknown_overrides:
+            if key in self._unknown_overrides or len(self._unknown_overrides) >= MOST_OVERRIDES:
+                continue
+            self._unknown_overrides.add(key)
+            message = "Environment %s sent the override %s, which this version does not know. %s"
+            logger.warning(message, label, key, UNKNOWN_OVERRIDE)
 
     def _end_if_most_are_rejected(
         self, env_id: int | None, rejection: RejectedGroup | None, label: str
@@ -164,28 +184,34 @@ class Intake:
     def rollouts_of(self, group: ScoredGroup, label: str) -> tuple[list[Rollout], Counter[str]]:
         """
         Returns the usable rollouts of one group, in its order, and the number of the others by
-        reason: they are too long, or have no trained token. The scores of all count in the group's
-        mean and standard deviation. Messages call the environment `label`.
+        reason: they are too long, have no trained token, or are rows of an episode that another
+        row of it stands for. The score of each episode counts once in the group's mean and standard
+        deviation. Messages call the environment `label`.
 
         Raises:
             RejectedGroup: this group cannot be trained on: unknown token ids, another temperature,
-                images, placeholder tokens, or a group of one under `"refuse"`.
+                images, placeholder tokens, rows of an episode that do not agree, or a group of one
+                under `"refuse"`.
         """
         _refuse_images(group, label)
         _refuse_placeholders(group, label)
         _refuse_unknown_tokens(group, label, self.vocab_size)
         _refuse_other_temperatures(group, label, self.temperature)
+        num_rows = group.size
+        group = join_rows(group)
         needs_other_rollouts = _lacks_a_mean(group)
         if needs_other_rollouts and self.single_row_groups == "refuse":
             raise _group_of_one(group, label)
         mean, std = group_statistics(group.scores)
         rollouts = []
         dropped: Counter[str] = Counter()
-        for i, tokens in enumerate(group.tokens):
-            if len(tokens) > self.max_sequence_length:
+        if group.size < num_rows:
+            dropped[JOINED] = num_rows - group.size
+        for i in range(group.size):
+            if _longest_path(group.paths(i)) > self.max_sequence_length:
                 dropped[TOO_LONG] += 1
                 continue
-            rollout = _rollout(group, i, mean, std)
+            rollout = make_rollout(group, i, mean, std)
             if rollout is None:
                 dropped[UNTRAINED] += 1
                 continue
@@ -219,6 +245,7 @@ class Intake:
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: `rollouts/rejected_groups`; of rollouts,
         `rollouts/dropped_rejected`, `_too_long`, `_untrained` and `_evaluation`;
+        `rollouts/joined_rows`, if any rows were joined to others of their episode;
         `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
         environment did not send (left out when no token came in); and of parts of rewards,
         `rollouts/parts_dropped_REASON` (left out if none was ever dropped for it)."""
@@ -228,6 +255,8 @@ class Intake:
         metrics = {"rollouts/rejected_groups": float(new["groups"])}
         for reason in INTAKE_REASONS:
             metrics[f"rollouts/dropped_{reason}"] = float(new[reason])
+        if counts[JOINED]:
+            metrics["rollouts/joined_rows"] = float(new[JOINED])
         if new["tokens"]:
             metrics["rollouts/unknown_logprobs"] = new["unknown"] / new["tokens"]
         metrics |= self._parts.metrics()
@@ -241,7 +270,13 @@ def _last_groups() -> deque[str]:
 def _lacks_a_mean(group: ScoredGroup) -> bool:
     """Returns whether this is a group of one whose score would have to be compared with others.
     Token-level advantages are final, and a supervised rollout has none: these need no mean."""
-    return len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
+    if group.size > 1 or group.asks("sft", 0):
+        return False
+    return all(path.advantages is None for path in group.paths(0))
+
+
+def _longest_path(paths: list[ScoredPath]) -> int:
+    return max(path.length for path in paths)
 
 
 def _group_of_one(group: ScoredGroup, label: str) -> RejectedGroup:
@@ -254,58 +289,6 @@ def _group_of_one(group: ScoredGroup, label: str) -> RejectedGroup:
         "learn from it), or give the environment a `group_size` of at least 2."
     )
     return RejectedGroup(reason, "group of one", fix)
-
-
-def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | None:
-    """
-    Returns rollout `i` of the group, or None if it has no token to train on.
-
-    The completion begins at the first trained token and ends at the last. For example, if tokens 2
-    and 4 of tokens 0 to 5 are trained, the prompt is tokens 0 and 1, the completion is tokens 2 to
-    4, and its mask is `[True, False, True]`. Token 5 changes no loss, and TRL would take a
-    completion that does not end in EOS for a truncated one.
-    """
-    trained = np.flatnonzero(group.trained[i])
-    # The first token has nothing before it to be predicted from.
-    if not len(trained) or trained[-1] == 0:
-        return None
-    begin = max(1, int(trained[0]))
-    end = int(trained[-1]) + 1
-    completion = slice(begin, end)
-    mask = group.trained[i][completion]
-    sft = group.asks("sft", i)
-
-    logprobs = np.full(end - begin, np.nan, np.float32)
-    if group.logprobs[i] is not None and not sft:
-        logprobs = np.where(mask, group.logprobs[i][completion], np.float32(np.nan))
-
-    token_advantages = None
-    if group.advantages[i] is not None and not sft:
-        token_advantages = group.advantages[i][completion].astype(np.float32)
-
-    distill_ids = None
-    distill_logprobs = None
-    teacher_ids = group.distill_ids[i]
-    if teacher_ids is not None and (teacher_ids[completion] >= 0).any():
-        distill_ids = teacher_ids[completion]
-        distill_logprobs = group.distill_logprobs[i][completion]
-
-    return Rollout(
-        prompt_ids=group.tokens[i][:begin],
-        completion_ids=group.tokens[i][completion],
-        mask=mask,
-        logprobs=logprobs,
-        score=group.scores[i],
-        group_mean=mean,
-        group_std=std,
-        token_advantages=token_advantages,
-        zero_advantage=group.asks("set_advantage_to_zero", i),
-        env_id=group.env_id,
-        sft=sft,
-        distill_ids=distill_ids,
-        distill_logprobs=distill_logprobs,
-        messages=group.messages[i],
-    )
 
 
 # ---------------------------------- groups that are well-formed, and that nobody could train on
@@ -333,14 +316,16 @@ def _has_content(images: Any) -> bool:
 
 
 def _refuse_placeholders(group: ScoredGroup, label: str) -> None:
-    """Refuses tokens 0, 1, 2, ... in every rollout: Atropos sends these if the inference server
-    gives it no token ids."""
+    """Refuses tokens 0, 1, 2, ... on every path of every rollout: Atropos sends these if the
+    inference server gives it no token ids."""
     length = len(group.tokens[0])
-    if len(group.tokens) == 1 or length <= 1:
+    if group.size == 1 or length <= 1:
         return
-    placeholders = np.arange(length)
-    if not all(np.array_equal(tokens, placeholders) for tokens in group.tokens):
-        return
+    for i in range(group.size):
+        if len(group.tokens[i]) != length and not group.branches[i]:
+            return
+        if not all(map(_counts_tokens, group.paths(i))):
+            return
     reason = (
         f"environment {label} sent placeholder tokens (0 to {length - 1}) in all its rollouts: "
         "its inference server gives no token ids"
@@ -352,11 +337,19 @@ def _refuse_placeholders(group: ScoredGroup, label: str) -> None:
     raise RejectedGroup(reason, "placeholder tokens", fix)
 
 
+def _counts_tokens(path: ScoredPath) -> bool:
+    """Returns whether the path's own tokens are the numbers of their places in it."""
+    return np.array_equal(path.tokens, np.arange(path.at, path.length))
+
+
 def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | None) -> None:
     """Refuses token ids beyond the model's embedding, at which torch would end the trainer."""
     if vocab_size is None:
         return
-    highest = max(_highest(group.tokens), _highest(group.distill_ids))
+    highest = 0
+    for i in range(group.size):
+        for path in group.paths(i):
+            highest = max(highest, _highest(path.tokens), _highest(path.distill_ids))
     if highest < vocab_size:
         return
     reason = (
@@ -370,13 +363,11 @@ def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | Non
     raise RejectedGroup(reason, "unknown tokens", fix)
 
 
-def _highest(arrays: Iterable[np.ndarray | None]) -> int:
-    """Returns the highest id in any of the arrays, or 0 if there is none."""
-    highest = 0
-    for ids in arrays:
-        if ids is not None:
-            highest = max(highest, int(ids.max(initial=0)))
-    return highest
+def _highest(ids: np.ndarray | None) -> int:
+    """Returns the highest id, or 0 if there is none."""
+    if ids is None:
+        return 0
+    return int(ids.max(initial=0))
 
 
 def _refuse_other_temperatures(group: ScoredGroup, label: str, temperature: float) -> None:

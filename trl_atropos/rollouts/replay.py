@@ -126,7 +126,7 @@ class ReplaySource(RolloutSource):
                     f"{file} has the token id {largest}, but the model knows ids below "
                     f"{vocab_size}: it was recorded with another model. Correct `replay_paths`."
                 )
-            if len(rollout.prompt_ids) + len(rollout.completion_ids) <= max_length:
+            if rollout.longest_path <= max_length:
                 fitting.append(rollout)
         if len(fitting) < len(rollouts):
             left_out = len(rollouts) - len(fitting)

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.wire import LARGEST
+from trl_atropos.rollouts.wire_values import LARGEST
 
 logger = logging.getLogger(__name__)
 

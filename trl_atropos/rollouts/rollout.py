@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from trl_atropos.rollouts.tree import Tree
+from trl_atropos.rollouts.tree import Tree, make_tree
 
 ScaleRewards = Literal["group", "batch", "none"]
 ABANDONED = "abandoned"  # in place of the name of a branch that the last resume abandoned
@@ -43,7 +43,7 @@ class Rollout:
     env_id: int | None  # number of the environment at the API
     environment: str | None = None  # its name, where that is known
     policy_version: int | None = None  # oldest version that sampled any token of it; None = unknown
-    newest_version: int | None = None  # version at its last sampled token
+    newest_version: int | None = None  # newest version that sampled any token of it
     # optimizer steps from `policy_version` to the version it trains on
     staleness: int | None = None
     raw_advantage: bool = False  # the advantage is the raw score: a group of one under "raw"
@@ -64,6 +64,14 @@ class Rollout:
     def row(self) -> np.ndarray:
         """Prompt and completion, `(p + c,)` int32."""
         return np.concatenate([self.prompt_ids, self.completion_ids])
+
+    @property
+    def longest_path(self) -> int:
+        """Tokens of the longest context that the row has, with what was sampled in it: of prompt
+        and completion, if it does not branch."""
+        if self.tree is None:
+            return len(self.prompt_ids) + len(self.completion_ids)
+        return int(self.tree.path_lengths.max())
 
     @property
     def trains_on_token_advantages(self) -> bool:
@@ -255,8 +263,17 @@ COLUMNS: dict[str, pa.DataType] = {
 # Columns that came later. Files of earlier versions lack them, and earlier versions do not look at
 # them: both read each other's files.
 PART = pa.struct({"name": pa.large_string(), "value": pa.float64()})
+TREE = pa.struct(
+    {
+        "lengths": pa.large_list(pa.int64()),
+        "parents": pa.large_list(pa.int64()),
+        "shared": pa.large_list(pa.int64()),
+    }
+)
 LATER_COLUMNS: dict[str, pa.DataType] = {
     "rewards": pa.large_list(PART),
+    # Rows with a tree mean something else to earlier versions. `spool.py` keeps these from them.
+    "tree": TREE,
 }
 
 
@@ -272,6 +289,7 @@ def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
             columns[name].append(value)
         columns["pulled_at"].append(int(rollout.arrived * 1e6))
         columns["rewards"].append(_parts(rollout.rewards))
+        columns["tree"].append(_tree_fields(rollout.tree))
     pulled_at = pa.timestamp("us", tz="UTC")
     schema = pa.schema(COLUMNS | {"pulled_at": pulled_at} | LATER_COLUMNS)
     return pa.table(columns, schema=schema)
@@ -281,6 +299,12 @@ def _parts(rewards: dict[str, float] | None) -> list[dict[str, Any]] | None:
     if rewards is None:
         return None
     return [{"name": name, "value": value} for name, value in rewards.items()]
+
+
+def _tree_fields(tree: Tree | None) -> dict[str, np.ndarray] | None:
+    if tree is None:
+        return None
+    return {"lengths": tree.lengths, "parents": tree.parents, "shared": tree.shared}
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
@@ -297,6 +321,7 @@ def from_table(table: pa.Table) -> list[Rollout]:
     pulled_at = table.column("pulled_at").cast(pa.int64())
     columns["arrived"] = [microseconds / 1e6 for microseconds in pulled_at.to_pylist()]
     columns["rewards"] = _rewards(table)
+    columns["tree"] = _trees(table)
     rollouts = []
     for values in zip(*columns.values(), strict=True):
         fields = dict(zip(columns, values))
@@ -314,6 +339,19 @@ def _rewards(table: pa.Table) -> list[dict[str, float] | None]:
             parts = {part["name"]: part["value"] for part in parts}
         rewards.append(parts)
     return rewards
+
+
+def _trees(table: pa.Table) -> list[Tree | None]:
+    if "tree" not in table.column_names:
+        return [None] * len(table)
+    column = table.column("tree").cast(TREE)
+    trees = []
+    for fields in column.to_pylist():
+        tree = None
+        if fields is not None:
+            tree = make_tree(fields["lengths"], fields["parents"], fields["shared"])
+        trees.append(tree)
+    return trees
 
 
 def _array(entry: pa.LargeListScalar) -> np.ndarray | None:

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from trl_atropos.rollouts.api import AtroposClient, NoAnswer
-from trl_atropos.rollouts.drop_reasons import OVER_SHARE, STALE, ZERO_VARIANCE
+from trl_atropos.rollouts.drop_reasons import JOINED, OVER_SHARE, STALE, ZERO_VARIANCE
 from trl_atropos.rollouts.rollout import Rollout, staleness
 from trl_atropos.rollouts.spool import FileHeader
 
@@ -26,7 +26,8 @@ FORGET = 120.0  # seconds without a rollout after which an environment no longer
 class Accounting:
     """Numbers of rollouts that were handed out, dropped, or lost with an API that was restarted.
     Their sum is the number that was produced up to the last one handed out: each of those is in
-    exactly one of the counts."""
+    exactly one of the counts. Rows that were joined to others of their episode are among the
+    dropped, with a reason of their own (`JOINED`), because the API counts rows."""
 
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
@@ -151,6 +152,7 @@ class Selection:
         self.accounting.dropped.update(header.dropped)
         self.accounting.lost_with_api += header.lost_with_api
         self.dropped.update(header.dropped)
+        del self.dropped[JOINED]  # They are trained, in their episode's rollout.
         self.cursor += header.missing
 
     def admits(self, rollout: Rollout, header: FileHeader, version: int) -> bool:

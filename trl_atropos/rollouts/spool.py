@@ -21,7 +21,7 @@ import zlib
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,14 @@ logger = logging.getLogger(__name__)
 
 HEADER = b"trl_atropos"  # key of the metadata in a file's schema
 FORMAT = 1
+# Of files with rollouts that branch. Versions that know no trees would train their rows as plain
+# sequences: they pass over files of this format, and find no checksum by the name that they know.
+FORMAT_WITH_TREES = 2
 META = "spool.meta"
-# The checksum in the header. It is that of the whole file, with 0 in this place.
-SEAL = b'"crc32": "%08x"'
-SEALED = re.compile(rb'"crc32": "([0-9a-f]{8})"')
+# The name of the checksum in the header, by format. It is that of the whole file, with 0 in its
+# place.
+CHECKSUMS = {FORMAT: "crc32", FORMAT_WITH_TREES: "checksum"}
+SEALED = re.compile(rb'"(crc32|checksum)": "([0-9a-f]{8})"')
 # Key of the source's state in the `stateful_callbacks` of a checkpoint's `trainer_state.json`.
 STATE_NAME = "RolloutState"
 
@@ -73,6 +77,7 @@ class FileHeader:
     # of the run when the batch was pulled, see `rollout.staleness`
     policy_branches: list[list] = field(default_factory=list)
     version: int = 0  # of the trainer when the batch was pulled
+    format: int = FORMAT
 
     @property
     def end(self) -> int:
@@ -86,9 +91,9 @@ class FileHeader:
     def to_json(self, spool: str) -> str:
         """Returns the metadata of a file of the spool of that name, with a checksum of 0."""
         record = {
-            "format": FORMAT,
+            "format": self.format,
             "spool": spool,
-            "crc32": f"{0:08x}",
+            CHECKSUMS[self.format]: f"{0:08x}",
             "start": self.start,
             "size": self.size,
             "region": asdict(self.delivery),
@@ -104,8 +109,11 @@ class FileHeader:
         """Reads what `to_json` wrote. Raises `ValueError` if the file is not of the spool of that
         name."""
         record = json.loads(text)
-        if record["spool"] != spool or record["format"] != FORMAT:
+        if record["spool"] != spool:
             raise ValueError("it is of another run")
+        file_format = record["format"]
+        if file_format not in CHECKSUMS:
+            raise ValueError(f"another version of trl_atropos wrote it, in format {file_format}")
         return cls(
             start=record["start"],
             size=record["size"],
@@ -114,6 +122,7 @@ class FileHeader:
             lost_with_api=record["lost_with_api"],
             policy_branches=record["lineage"],
             version=record["version"],
+            format=file_format,
         )
 
 
@@ -215,10 +224,13 @@ class Spool:
             rollout.index = index
             index += 1
         assert index == header.end, f"{header} with {len(rollouts)} rollouts"
+        if any(rollout.tree is not None for rollout in rollouts):
+            header = replace(header, format=FORMAT_WITH_TREES)
         metadata = {HEADER: header.to_json(self.name)}
         content = file_content(to_table(rollouts).replace_schema_metadata(metadata))
-        seal = SEAL % zlib.crc32(content)
-        content = _replace_seal(content, SEAL % 0, seal)
+        name = CHECKSUMS[header.format].encode()
+        seal = _seal(name, zlib.crc32(content))
+        content = _replace_seal(content, _seal(name, 0), seal)
         with _writing(self.folder):
             write_file(self._file(header), content)
         self._bytes[header.start] = len(content)
@@ -288,17 +300,23 @@ def read_rollouts(path: Path) -> list[Rollout]:
     with _reading(path):
         content = path.read_bytes()
         seal = SEALED.search(content)
-        if seal is None or not _is_sealed(content, seal[0]):
+        if seal is None or not _is_sealed(content, seal[0], seal[1]):
             raise ValueError("its checksum is wrong: the disk has changed it")
         with pa.ipc.open_file(pa.py_buffer(content)) as reader:
             return from_table(reader.read_all())
 
 
-def _is_sealed(content: bytes, seal: bytes) -> bool:
-    """Returns whether the checksum in a file's header is that of the file."""
-    unsealed = _replace_seal(content, seal, SEAL % 0)
+def _seal(name: bytes, checksum: int) -> bytes:
+    """Returns a checksum as the header of a file has it."""
+    return b'"%b": "%08x"' % (name, checksum)
+
+
+def _is_sealed(content: bytes, seal: bytes, name: bytes) -> bool:
+    """Returns whether the checksum in a file's header, which has this name there, is that of the
+    file."""
+    unsealed = _replace_seal(content, seal, _seal(name, 0))
     checksum = zlib.crc32(unsealed)
-    return SEAL % checksum == seal
+    return _seal(name, checksum) == seal
 
 
 def file_content(table: pa.Table) -> bytes:

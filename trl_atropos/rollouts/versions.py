@@ -68,8 +68,8 @@ class VersionBook:
 
     def tag(self, rollouts: list[Rollout]) -> None:
         """
-        Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled
-        any token of it, and the version at its last sampled token.
+        Sets `policy_version` and `newest_version` of each rollout: the oldest and the newest
+        version that sampled any token of it.
 
         Both are None if one of its turns is unknown: its log-probabilities are missing, something
         has changed it, or another server sampled it.
@@ -91,7 +91,7 @@ class VersionBook:
             rollout.newest_version = None
             if keys and len(turn_notes) == len(keys):
                 rollout.policy_version = min(note.span[0] for note in turn_notes)
-                rollout.newest_version = turn_notes[-1].span[1]
+                rollout.newest_version = max(note.span[1] for note in turn_notes)
             label = rollout.environment or rollout.env_id
             for note in turn_notes:
                 settings_of[label].add(note.settings)
@@ -250,21 +250,31 @@ def turn_keys(rollout: Rollout) -> list[bytes]:
     Returns the key of each turn, under which a server noted it; none if a trained token has no
     log-probability.
 
-    A turn is a run of trained tokens, and its prompt is all tokens before it. For example, the mask
-    `[True, False, True, True]` has two turns: completion tokens 0 to 1 and 2 to 4, ends excluded.
+    A turn is a run of trained tokens in one part of the row, and its prompt is all tokens before it
+    on the part's path. For example, a rollout without branches has a prompt of 5 tokens and the
+    mask `[True, False, True, True]`. It has two turns: completion tokens 0 to 1 and 2 to 4, ends
+    excluded, and their prompts have 5 and 7 tokens.
     """
-    # Where the mask changes: 0, 1, 2, 4 in the example.
-    edges = np.flatnonzero(np.diff(rollout.mask, prepend=False, append=False))
-    tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
-    prompt_length = len(rollout.prompt_ids)
+    row = rollout.row
+    num_prompt = len(rollout.prompt_ids)
+    trained = np.concatenate([np.zeros(num_prompt, bool), rollout.mask])
+    logprobs = np.concatenate([np.full(num_prompt, np.nan, np.float32), rollout.logprobs])
+    if np.isnan(logprobs[trained]).any():
+        return []
+    paths = [np.arange(len(row))]
+    shared = np.zeros(1, np.int64)
+    if rollout.tree is not None:
+        paths = rollout.tree.paths
+        shared = rollout.tree.shared
     keys = []
-    for begin, end in edges.reshape(-1, 2).tolist():
-        logprobs = rollout.logprobs[begin:end]
-        if np.isnan(logprobs).any():
-            return []
-        prompt = tokens[: prompt_length + begin]
-        turn = tokens[prompt_length + begin : prompt_length + end]
-        keys.append(completion_key(prompt, turn, logprobs))
+    for path, num_shared in zip(paths, shared.tolist()):
+        is_turn = trained[path]
+        is_turn[:num_shared] = False  # These are turns of the parts before it.
+        # Where a turn begins or ends: 5, 6, 7, 9 in the example.
+        edges = np.flatnonzero(np.diff(is_turn, prepend=False, append=False))
+        for begin, end in edges.reshape(-1, 2).tolist():
+            turn = path[begin:end]
+            keys.append(completion_key(row[path[:begin]], row[turn], logprobs[turn]))
     return keys
 
 

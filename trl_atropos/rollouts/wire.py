@@ -6,36 +6,40 @@ score. Past this file, groups are trusted.
 """
 
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from reprlib import repr as short
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-MASKED = -100
+from trl_atropos.rollouts.tree import NO_PARENT
+from trl_atropos.rollouts.wire_values import (
+    Check,
+    Number,
+    RejectedGroup,
+    ScoredPath,
+    finite,
+    log_probabilities,
+    per_token,
+    require_size,
+    teacher,
+    trained_tokens,
+)
+
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-# Largest score or advantage. Norms, standard deviations and Adam add up squares: float32 holds
-# 2**48 squares of this.
-LARGEST = 2.0**40
-# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the
-# others add.
-LOWEST_LOGPROB = -1e4
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
 MAX_FLOAT = sys.float_info.max
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
-Number = float | int  # a big integer stays exact until it is checked
 # Atropos' collectors send empty lists and objects for what they do not have.
 Nothing = Annotated[dict[str, Any], Meta(max_length=0)] | None
 Empty = Annotated[list[Any], Meta(max_length=0)] | None
@@ -51,12 +55,38 @@ class Sampling(Struct):
 
 
 class Overrides(Sampling):
-    """Requests of an environment for one rollout or for a whole group. Other keys are ignored."""
+    """Requests of an environment for one rollout or for a whole group. Other keys have no effect,
+    and are named once (`ScoredGroup.unknown_overrides`)."""
 
     set_advantage_to_zero: bool | None = None
     sft: bool | None = None
     evaluation: bool | None = None
     rewards: Any = None  # named parts of the score, which `reward_parts.py` checks
+
+
+class Branch(Struct):
+    """A further path of a rollout: the first `at` tokens of the rollout's path `of`, then `tokens`.
+    Path 0 is the rollout's own tokens, path 1 its first branch. With `at` 0, it is a context of its
+    own. The other fields are those of `Group`, for one path."""
+
+    of: int
+    at: int
+    tokens: list[TokenId]
+    masks: list[int]
+    inference_logprobs: list[Number | None] | Nothing = None
+    advantages: list[Number] | Nothing = None
+    distill_token_ids: list[list[TokenId] | Nothing] | Nothing = None
+    distill_logprobs: list[list[Number | None] | Nothing] | Nothing = None
+
+
+class RolloutOverrides(Overrides):
+    """Requests for one rollout, and what a group's own fields have no place for."""
+
+    branches: list[Branch] | None = None
+    # Rows of a group with the same value are one rollout (`episodes.py`).
+    episode: str | int | None = None
+    # of the first path, if the group has none: Atropos' `collect_trajectories` drops them
+    inference_logprobs: list[Number | None] | Nothing = None
 
 
 class Group(Struct):
@@ -70,7 +100,7 @@ class Group(Struct):
     advantages: PerRollout[list[Number]] = None
     distill_token_ids: PerRollout[list[list[TokenId] | Nothing]] = None
     distill_logprobs: PerRollout[list[list[Number | None] | Nothing]] = None
-    overrides: list[Overrides | Empty] | Nothing = None
+    overrides: list[RolloutOverrides | Empty] | Nothing = None
     group_overrides: Overrides | Empty = None
     generation_params: Sampling | Empty = None
     env_id: Int64 | None = None
@@ -86,25 +116,6 @@ class BatchReply(Struct):
     status: Literal["error"] | None = None
 
 
-class RejectedGroup(ValueError):
-    """One group cannot be used; the message has the value seen. In a batch, it stands for its
-    group.
-
-    Args:
-        reason: what is wrong with it.
-        kind: each kind is warned about once.
-        fix: what to change if most groups of the environment are so, which ends the run. Empty for
-        accidents.
-    """
-
-    def __init__(self, reason: str, kind: str = "malformed", fix: str = ""):
-        super().__init__(reason)
-        self.kind = kind
-        self.fix = fix
-        self.env_id: int | None = None
-        self.size = 0  # rollouts
-
-
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
     """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing
@@ -118,16 +129,32 @@ class ScoredGroup:
     # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
     distill_ids: list[np.ndarray | None]
     distill_logprobs: list[np.ndarray | None]  # n of (length, k) float32; NaN = absent
-    overrides: list[Overrides]  # n
+    branches: list[list[ScoredPath]]  # n lists of further paths; path 0 is in the lists above
+    overrides: list[RolloutOverrides]  # n
     group_overrides: Overrides
     generation_params: Sampling
     messages: list[str | None]  # n JSON texts, see `_messages`
     images: Any
     env_id: int | None
+    unknown_overrides: list[str]  # keys of overrides that this version does not know, sorted
 
     @property
     def size(self) -> int:
         return len(self.tokens)
+
+    def paths(self, i: int) -> list[ScoredPath]:
+        """Returns all paths of rollout `i`, the first one first."""
+        first = ScoredPath(
+            of=NO_PARENT,
+            at=0,
+            tokens=self.tokens[i],
+            trained=self.trained[i],
+            logprobs=self.logprobs[i],
+            advantages=self.advantages[i],
+            distill_ids=self.distill_ids[i],
+            distill_logprobs=self.distill_logprobs[i],
+        )
+        return [first, *self.branches[i]]
 
     def asks(self, override: str, i: int) -> bool:
         """Returns whether rollout `i` or its whole group has `override`, a Boolean field of
@@ -218,6 +245,7 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
 def parse_group(raw: object) -> ScoredGroup:
     """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup`, which says
     where it is wrong."""
+    sent = raw
     try:
         if isinstance(raw, bytes):
             if not raw.isascii():
@@ -233,7 +261,10 @@ def parse_group(raw: object) -> ScoredGroup:
             group = _converted(sent)
         except msgspec.ValidationError as error:
             raise RejectedGroup(_explained(sent, str(error))) from None
-    return _checked(group)
+    unknown = []
+    if group.overrides or group.group_overrides:
+        unknown = _unknown_overrides(sent)
+    return _checked(group, unknown)
 
 
 def _plain(raw: object) -> Any:
@@ -268,27 +299,86 @@ def _explained(sent: Any, error: str) -> str:
     return f"{place} is {short(value)}: {reason}"
 
 
+# ------------------------------------------------------------------- keys that nobody here knows
+
+
+class Keys(Struct):
+    """The overrides of a group, by their keys."""
+
+    overrides: list[dict[str, Raw] | list | None] | dict | None = None
+    group_overrides: dict[str, Raw] | list | None = None
+
+
+DECODE_KEYS = msgspec.json.Decoder(Keys).decode
+DECODE_BRANCHES = msgspec.json.Decoder(list[dict[str, Raw]] | None).decode
+# Atropos itself reads how many rollouts a group has.
+KNOWN_OF_GROUP = {*Overrides.__struct_fields__, "group_size"}
+KNOWN_OF_ROLLOUT = {*RolloutOverrides.__struct_fields__}
+KNOWN_OF_BRANCH = {*Branch.__struct_fields__}
+
+
+def _unknown_overrides(sent: Any) -> list[str]:
+    """Returns the keys of a group's overrides that have no effect, such as `brnaches` and
+    `branches[].logprobs`. `sent` is the group as text (`bytes`) or as Python objects."""
+    if isinstance(sent, bytes):
+        try:
+            keys = DECODE_KEYS(sent)
+            return _keys_beyond_ours(keys.overrides, keys.group_overrides)
+        except (msgspec.MsgspecError, UnicodeError):  # of half a surrogate pair in a key
+            sent = json.loads(sent)
+    return _keys_beyond_ours(sent.get("overrides"), sent.get("group_overrides"))
+
+
+def _keys_beyond_ours(overrides: Any, group_overrides: Any) -> list[str]:
+    unknown: set[str] = set()
+    if group_overrides:
+        unknown.update(group_overrides.keys() - KNOWN_OF_GROUP)
+    for fields in overrides or []:
+        if not fields:
+            continue
+        unknown.update(fields.keys() - KNOWN_OF_ROLLOUT)
+        branches = fields.get("branches")
+        if isinstance(branches, Raw):
+            branches = DECODE_BRANCHES(branches)
+        for branch in branches or []:
+            keys_of_branch = branch.keys() - KNOWN_OF_BRANCH
+            unknown.update(f"branches[].{key}" for key in keys_of_branch)
+    return sorted(short(key) for key in unknown)
+
+
 # ------------------------------------------------------------------- shapes and values of a group
 
 
-def _checked(group: Group) -> ScoredGroup:
+def _checked(group: Group, unknown_overrides: list[str]) -> ScoredGroup:
     """Returns the group as arrays. Raises `RejectedGroup` if a shape or a value is wrong."""
     size = len(group.tokens)
     if not size:
         raise RejectedGroup("tokens is empty: a group has at least 1 rollout")
     tokens = [np.fromiter(ids, np.int32, len(ids)) for ids in group.tokens]
     distill_ids, distill_logprobs = _teachers(group, tokens)
-    _require_size("masks", group.masks, size)
+    require_size("masks", group.masks, size)
     trained = []
     for i, mask in enumerate(group.masks):
-        trained.append(_trained(i, mask, tokens[i]))
-    _require_size("scores", group.scores, size)
-    scores = _finite("scores", group.scores)
-    logprobs = _per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs)
-    advantages = _per_token("advantages", group.advantages, tokens, _finite)
+        trained.append(trained_tokens(f"masks[{i}]", mask, tokens[i]))
+    require_size("scores", group.scores, size)
+    scores = finite("scores", group.scores)
+    name = "inference_logprobs"
+    logprobs = _per_rollout(name, group.inference_logprobs, tokens, log_probabilities)
+    advantages = _per_rollout("advantages", group.advantages, tokens, finite)
     overrides = group.overrides or [None] * size
-    _require_size("overrides", overrides, size)
-    return ScoredGroup(
+    require_size("overrides", overrides, size)
+    overrides = [sent or RolloutOverrides() for sent in overrides]
+    branches = []
+    for i, sent in enumerate(overrides):
+        if logprobs[i] is None:
+            name = f"overrides[{i}].inference_logprobs"
+            values = sent.inference_logprobs
+            logprobs[i] = per_token(name, values, len(tokens[i]), log_probabilities)
+        branches.append(_branches(f"overrides[{i}].branches", sent.branches or [], len(tokens[i])))
+        # They are arrays now. The lists take ten times the memory.
+        sent.branches = None
+        sent.inference_logprobs = None
+    scored_group = ScoredGroup(
         tokens=tokens,
         trained=trained,
         scores=scores.tolist(),
@@ -296,99 +386,31 @@ def _checked(group: Group) -> ScoredGroup:
         advantages=advantages,
         distill_ids=distill_ids,
         distill_logprobs=distill_logprobs,
-        overrides=[sent or Overrides() for sent in overrides],
+        branches=branches,
+        overrides=overrides,
         group_overrides=group.group_overrides or Overrides(),
         generation_params=group.generation_params or Sampling(),
         messages=_messages(group.messages, size),
         images=group.images,
         env_id=group.env_id,
+        unknown_overrides=unknown_overrides,
     )
+    for i in range(size):
+        _require_all_advantages(i, scored_group.paths(i))
+    return scored_group
 
 
-def _require_size(name: str, entries: Sequence, size: int, of: str = "rollouts") -> None:
-    """Raises `RejectedGroup` if there are not `size` entries."""
-    if len(entries) != size:
-        raise RejectedGroup(f"{name} has {len(entries)} entries for {size} {of}")
-
-
-def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
-    """Returns the tokens of rollout `i` that the mask marks, `(length,)` bool. An entry is -100, or
-    the token itself: `[-100, 5, 6]` marks the last two of `[4, 5, 6]`."""
-    _require_size(f"masks[{i}]", mask, len(tokens), "tokens")
-    try:
-        entries = np.fromiter(mask, np.int32, len(mask))
-    except OverflowError:
-        entries = np.array(mask, dtype=object)
-    trained = entries != MASKED
-    good = (entries == tokens) | ~trained
-    if not good.all():
-        wrong = int(np.argmin(good))
-        seen = short(mask[wrong])
-        token = tokens[wrong]
-        raise RejectedGroup(
-            f"masks[{i}][{wrong}] is {seen}, neither {MASKED} nor the token id {token}"
-        )
-    return trained
-
-
-Check = Callable[[str, list], np.ndarray]
-
-
-def _per_token(
+def _per_rollout(
     name: str, value: Any, tokens: list[np.ndarray], check: Check
 ) -> list[np.ndarray | None]:
     """Returns the checked values of each rollout, None if it has none."""
     if not value:
         return [None] * len(tokens)
-    _require_size(name, value, len(tokens))
+    require_size(name, value, len(tokens))
     checked = []
     for i, entries in enumerate(value):
-        if not entries:
-            checked.append(None)
-            continue
-        name_of_entry = f"{name}[{i}]"
-        _require_size(name_of_entry, entries, len(tokens[i]), "tokens")
-        checked.append(check(name_of_entry, entries))
+        checked.append(per_token(f"{name}[{i}]", entries, len(tokens[i]), check))
     return checked
-
-
-def _floats(entries: list) -> np.ndarray:
-    """Returns float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever
-    its sign."""
-    try:
-        with suppress(TypeError):  # of a null; where there is none, this is faster
-            return np.fromiter(entries, np.float64, len(entries))
-        return np.array(entries, dtype=np.float64)
-    except OverflowError:
-        return np.array([_representable(entry) for entry in entries], np.float64)
-
-
-def _representable(entry: Number | None) -> Number | None:
-    if entry is not None and abs(entry) > FLOAT32_MAX:
-        return math.inf
-    return entry
-
-
-def _finite(name: str, entries: list) -> np.ndarray:
-    """Returns `(length,)` float64. Rejects numbers of which float32 cannot hold the squares."""
-    values = _floats(entries)
-    good = np.abs(values) <= LARGEST
-    if not good.all():
-        wrong = int(np.argmin(good))
-        raise RejectedGroup(
-            f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most "
-            f"{LARGEST:.3g}, beyond which sums of squares overflow float32"
-        )
-    return values
-
-
-def _logprobs(name: str, entries: list) -> np.ndarray:
-    """Returns `(length,)` float32, NaN for entries that are no log-probability: null, below the
-    lowest, or above 0, as Atropos pads with 1.0."""
-    values = _floats(entries)
-    is_logprob = (values <= 0.0) & (values >= LOWEST_LOGPROB)
-    values[~is_logprob] = np.nan
-    return values.astype(np.float32)
 
 
 def _teachers(
@@ -402,60 +424,92 @@ def _teachers(
         raise RejectedGroup("distill_logprobs came without distill_token_ids")
     if not group.distill_logprobs:
         raise RejectedGroup("distill_token_ids came without distill_logprobs")
-    _require_size("distill_token_ids", group.distill_token_ids, size)
-    _require_size("distill_logprobs", group.distill_logprobs, size)
+    require_size("distill_token_ids", group.distill_token_ids, size)
+    require_size("distill_logprobs", group.distill_logprobs, size)
     all_ids = []
     all_logprobs = []
     sent = zip(group.distill_token_ids, group.distill_logprobs, tokens)
     for i, (sent_ids, sent_logprobs, rollout) in enumerate(sent):
-        ids, logprobs = _teacher(i, sent_ids, sent_logprobs, len(rollout))
+        ids, logprobs = teacher(
+            f"distill_token_ids[{i}]",
+            sent_ids,
+            f"distill_logprobs[{i}]",
+            sent_logprobs,
+            len(rollout),
+        )
         all_ids.append(ids)
         all_logprobs.append(logprobs)
     return all_ids, all_logprobs
 
 
-def _teacher(
-    i: int, ids: Any, logprobs: Any, length: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """
-    Returns what the teacher sent for rollout `i`, `(length, k)` each, padded with -1 and NaN.
-
-    For example, ids `[[], [8], [11, 12], [9]]` for four tokens become
-    `[[-1, -1], [8, -1], [11, 12], [9, -1]]`.
-    """
-    if not ids and not logprobs:
-        return None, None
-    ids = _lists(f"distill_token_ids[{i}]", ids, length)
-    logprobs = _lists(f"distill_logprobs[{i}]", logprobs, length)
-    counts = np.zeros(length, dtype=np.int64)
-    for position in range(length):
-        count = len(ids[position])
-        name = f"distill_logprobs[{i}][{position}]"
-        _require_size(name, logprobs[position], count, "token ids")
-        counts[position] = count
-    k = counts.max(initial=0)
-    present = np.arange(k) < counts[:, None]  # (length, k)
-    flat_ids = np.array(list(chain.from_iterable(ids)), np.int32)
-    flat_logprobs = _logprobs("", list(chain.from_iterable(logprobs)))
-    flat_ids[np.isnan(flat_logprobs)] = -1
-    padded_ids = _padded(present, flat_ids, -1)
-    padded_logprobs = _padded(present, flat_logprobs, np.nan)
-    return padded_ids, padded_logprobs
+# --------------------------------------------------------------------------- branches of a rollout
 
 
-def _padded(present: np.ndarray, values: np.ndarray, filler: float) -> np.ndarray:
-    """Returns an array like `present` with the values where that is true: 5 and 6 at the true ones
-    of `[[False, True], [True, False]]` are `[[-1, 5], [6, -1]]` with the filler -1."""
-    padded = np.full(present.shape, filler, values.dtype)
-    padded[present] = values
-    return padded
+def _branches(place: str, branches: list[Branch], length: int) -> list[ScoredPath]:
+    """Returns the branches of a rollout whose first path has `length` tokens. Raises
+    `RejectedGroup` if one is wrong; `place` is where they stand."""
+    lengths = [length]
+    paths = []
+    for j, branch in enumerate(branches):
+        path = _branch(f"{place}[{j}]", branch, lengths)
+        lengths.append(path.length)
+        paths.append(path)
+    return paths
 
 
-def _lists(name: str, value: Any, length: int) -> list[list]:
-    """Returns one list per token, an empty one for null."""
-    entries = value or []
-    _require_size(name, entries, length, "tokens")
-    return [entry or [] for entry in entries]
+def _branch(place: str, branch: Branch, lengths: list[int]) -> ScoredPath:
+    """Returns one branch. `lengths` are those of the paths before it."""
+    last = len(lengths) - 1
+    if not 0 <= branch.of <= last:
+        raise RejectedGroup(
+            f"{place}.of is {short(branch.of)}, and the paths before this branch are 0 to {last}"
+        )
+    if not 0 <= branch.at <= lengths[branch.of]:
+        raise RejectedGroup(
+            f"{place}.at is {short(branch.at)}, and path {branch.of} has {lengths[branch.of]} "
+            "tokens"
+        )
+    if not branch.tokens:
+        raise RejectedGroup(f"{place}.tokens is empty: a branch has at least 1 token of its own")
+    length = len(branch.tokens)
+    tokens = np.fromiter(branch.tokens, np.int32, length)
+    name = f"{place}.inference_logprobs"
+    logprobs = per_token(name, branch.inference_logprobs, length, log_probabilities)
+    advantages = per_token(f"{place}.advantages", branch.advantages, length, finite)
+    distill_ids, distill_logprobs = teacher(
+        f"{place}.distill_token_ids",
+        branch.distill_token_ids,
+        f"{place}.distill_logprobs",
+        branch.distill_logprobs,
+        length,
+    )
+    return ScoredPath(
+        of=branch.of,
+        at=branch.at,
+        tokens=tokens,
+        trained=trained_tokens(f"{place}.masks", branch.masks, tokens),
+        logprobs=logprobs,
+        advantages=advantages,
+        distill_ids=distill_ids,
+        distill_logprobs=distill_logprobs,
+    )
+
+
+def _require_all_advantages(i: int, paths: list[ScoredPath]) -> None:
+    """Raises `RejectedGroup` if some of a rollout's paths have token-level advantages, and others
+    with trained tokens do not."""
+    lacking = []
+    for j, path in enumerate(paths):
+        if path.advantages is None and path.trained.any():
+            lacking.append(j)
+    if not lacking or all(path.advantages is None for path in paths):
+        return
+    name = f"advantages[{i}]"
+    if lacking[0] > 0:
+        name = f"overrides[{i}].branches[{lacking[0] - 1}].advantages"
+    raise RejectedGroup(
+        f"{name} is missing, and other paths of the rollout have token-level advantages"
+    )
 
 
 # ----------------------------------------------------------------------- messages for human readers
