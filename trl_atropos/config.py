@@ -251,8 +251,9 @@ class AtroposGRPOConfig(GRPOConfig):
             Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is
             computed on padding. For a model that cannot, they are padded, with a warning.
         share_prompts (`bool`, *optional*):
-            Whether rollouts with the same prompt compute it once, if that pays. By default on the
-            CPU only.
+            Whether what the rollouts of a micro-batch have in common is computed once, if that
+            saves an eighth of the tokens: the prompt of a group, a system prompt, and what the
+            branches of an episode share. By default on the CPU only.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.

@@ -260,12 +260,14 @@ def test_teacher_and_token_advantages_follow_branches(share_prompts, tiny_model,
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_loss_of_trees_is_that_of_their_paths(name, tiny_model, tmp_path):
+def test_loss_of_trees_is_that_of_their_paths(name, tiny_model, tmp_path, caplog):
     batches = tree_batches(tiny_model, 3)
     settings = SETTINGS[name]
     found, _ = train(tiny_model, tmp_path / "trees", batches, **settings)
     expected, _ = train(tiny_model, tmp_path / "alone", batches, AloneTrainer, **settings)
     require_equal(found, expected)
+    warned = [entry for entry in caplog.records if "all calls of an episode" in entry.message]
+    assert len(warned) == 2 * ("sequence" in name)  # once for each trainer
 
 
 def test_table_and_lengths_know_branches(tiny_model, tmp_path):

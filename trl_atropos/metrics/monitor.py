@@ -5,6 +5,7 @@
 log-probabilities of it are known. What the measures are is in `health.py`.
 """
 
+import logging
 from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from trl_atropos.rollouts.tree import NO_PARENT, Tree
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
 
+logger = logging.getLogger(__name__)
+
 WORST_PROBE = "policy/probe_max_abs_diff"
 
 
@@ -59,6 +62,7 @@ class BatchMonitor:
         self._movement = Movement()
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         self._logprobs = TrainerLogprobs(Path(args.output_dir, "rollouts"))
+        self._has_seen_branches = False
 
     def begin(self) -> None:
         """Forgets the weights of an earlier training."""
@@ -82,6 +86,7 @@ class BatchMonitor:
         for name, value in batch.completion_metrics().items():
             self._metrics[name][-1] = value
         _show_branches(rollouts, tables["completion"], decode)
+        self._warn_of_branches(batch)
         self._metrics["frac_reward_zero_std"][-1] = share_zero_variance(rollouts)
         advantages = tables["advantages"]
         for _ in range(min(len(rollouts), len(advantages))):
@@ -94,6 +99,26 @@ class BatchMonitor:
         columns += tables["extra"].values()
         for column in columns:
             batch.plan.undo(column)
+
+    def _warn_of_branches(self, batch: GenerationBatch) -> None:
+        """Warns once if a ratio of probabilities is over all calls of an episode."""
+        if self._has_seen_branches or not batch.branches:
+            return
+        self._has_seen_branches = True
+        settings = []
+        if self._args.importance_sampling_level == "sequence":
+            settings.append("importance_sampling_level: sequence")
+        mode = self._args.vllm_importance_sampling_mode
+        if mode.startswith("sequence"):
+            settings.append(f"vllm_importance_sampling_mode: {mode}")
+        if settings and self._accelerator.is_main_process:
+            logger.warning(
+                "Episodes branch, and `%s` takes one ratio of probabilities over all calls of an "
+                "episode: over ten thousand tokens, tiny differences add up to a ratio that is "
+                "clipped or masked. Set it to a mode of tokens (`token`, `token_truncate`). This "
+                "is said once.",
+                "`, `".join(settings),
+            )
 
     def log_policy(self, version: int, measured: dict[str, float]) -> None:
         """Logs the policy version and what the publisher and the source `measured`. Two of these
