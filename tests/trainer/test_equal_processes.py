@@ -1,14 +1,16 @@
 """One, two and four processes take the same steps on the same recorded rollouts, whatever is
 sharded between them, and however the rows are laid out in micro-batches; with a teacher, too, whose
-forward is a collective where parameters are sharded.
+forward is a collective where parameters are sharded; and with episodes that branch.
 
 `main` is what each process does: all of `RUNS`, one after the other, because starting a process
 takes longer than they do. What they are compared with is one process that takes each batch as a
-whole, padded as TRL does.
+whole, padded as TRL does, or that computes each path of an episode alone.
 """
 
 import json
 import os
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from tests.rollout_factory import (
     AsDrawnConfig,
+    Group,
     PaddedTrainer,
     arguments,
     make_group,
@@ -23,8 +26,10 @@ from tests.rollout_factory import (
     record,
     step_logs,
 )
+from tests.rollouts.trees import group_of, item_of, random_episode, trained_by
 from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
 from tests.trainer.test_distillation import taught
+from tests.trainer.test_trees import AloneTrainer
 from tests.trainer.test_two_processes import PLAIN_STEPS
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 
@@ -33,10 +38,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 3
 ROWS = 16  # of a generation batch
 TEACHER = "dapo with a teacher"
+BRANCHES = ("dapo with branches", "grpo with branches")
 POLICIES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo"},
     "grpo": {"loss_type": "grpo"},
     TEACHER: {"loss_type": "dapo", "distillation_coef": 0.5},
+    BRANCHES[0]: {"loss_type": "dapo"},
+    BRANCHES[1]: {"loss_type": "grpo"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"padded": True, "config_class": AsDrawnConfig, "gradient_accumulation_steps": 2},
@@ -48,6 +56,11 @@ RUNS = {
     f"{policy}, {layout}": (policy, layout) for policy in ("dapo", "grpo") for layout in LAYOUTS
 }
 RUNS |= {f"{TEACHER}, {layout}": (TEACHER, layout) for layout in ("by length", "by tokens")}
+RUNS |= {
+    f"{policy}, {layout}": (policy, layout)
+    for policy in BRANCHES
+    for layout in ("as drawn", "by length", "by tokens")
+}
 OURS = [name for name, (_, layout) in RUNS.items() if layout != "padded"]  # that is TRL's own
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 # Two processes of DDP: `test_two_processes.py`. Four take minutes.
@@ -63,6 +76,7 @@ def steps(
     recording: str,
     processes: int,
     padded: bool = False,
+    trainer_class: type[AtroposGRPOTrainer] = AtroposGRPOTrainer,
     config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
     **settings: Any,
 ) -> list[dict[str, Any]]:
@@ -75,7 +89,8 @@ def steps(
         "replay_paths": [recording],
         **PLAIN_STEPS,
     }
-    trainer_class = PaddedTrainer if padded else AtroposGRPOTrainer
+    if padded:
+        trainer_class = PaddedTrainer
     trainer = trainer_class(model, args=config_class(**arguments(folder, **usual | settings)))
     assert trainer.accelerator.num_processes == processes
     trainer.train()
@@ -87,12 +102,22 @@ def settings_of(name: str) -> dict[str, Any]:
     return POLICIES[policy] | LAYOUTS[layout]
 
 
+def recording_of(name: str, folder: Path) -> str:
+    """The rollouts that a run replays."""
+    policy, _ = RUNS[name]
+    return str(folder / ("branches.jsonl" if policy in BRANCHES else "rollouts.jsonl"))
+
+
 def main(kind: str, processes: str, model: str, folder: str) -> None:
     told = {}
     for name in OURS:
         settings = settings_of(name) | sharding_arguments(kind)
         told[name] = steps(
-            model, Path(folder, kind, name), f"{folder}/rollouts.jsonl", int(processes), **settings
+            model,
+            Path(folder, kind, name),
+            recording_of(name, Path(folder)),
+            int(processes),
+            **settings,
         )
         forget_sharding()
     # every process the same: what is logged is of all
@@ -100,9 +125,9 @@ def main(kind: str, processes: str, model: str, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def recording(tiny_model, tmp_path_factory) -> str:
-    """In every batch, some rows have a teacher; in the second so few that whole micro-batches of a
-    rank have none."""
+def recordings(tiny_model, tmp_path_factory) -> Path:
+    """The folder of two recordings. In every batch of the first, some rows have a teacher; in the
+    second batch so few that whole micro-batches of a rank have none."""
     first, *others = mixed_batch(tiny_model, 1)
     groups = [make_group(tiny_model, size, 70 + size, turns=2) for size in (2, 6, 8)]
     batches = [
@@ -110,18 +135,38 @@ def recording(tiny_model, tmp_path_factory) -> str:
         [taught(groups[0], 2), *groups[1:]],
         [taught(first, 3, k=3), *others],
     ]
-    return record(tmp_path_factory.mktemp("equal") / "rollouts.jsonl", *batches)
+    folder = tmp_path_factory.mktemp("equal")
+    record(folder / "rollouts.jsonl", *batches)
+    rng = random.Random(0)
+    branching = [[group_of_episodes(rng, size) for size in (4, 4, 8)] for _ in range(STEPS)]
+    record(folder / "branches.jsonl", *branching)
+    return folder
+
+
+def group_of_episodes(rng: random.Random, size: int) -> Group:
+    items = []
+    while len(items) < size:
+        paths = random_episode(rng)
+        if trained_by(paths):
+            items.append(item_of(paths))
+    return group_of(items)
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model, recording, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def expected(tiny_model, recordings, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Of each policy, in one process and one micro-batch."""
     folder = tmp_path_factory.mktemp("whole")
-    whole = {"padded": True, "config_class": AsDrawnConfig}
-    return {
-        name: steps(str(tiny_model), folder, recording, 1, **settings, **whole)
-        for name, settings in POLICIES.items()
-    }
+    logs = {}
+    for policy, settings in POLICIES.items():
+        whole = {"padded": True, "config_class": AsDrawnConfig}
+        recording = "rollouts.jsonl"
+        if policy in BRANCHES:
+            whole = {"trainer_class": AloneTrainer, "config_class": AsDrawnConfig}
+            recording = "branches.jsonl"
+        logs[policy] = steps(
+            str(tiny_model), folder, str(recordings / recording), 1, **settings, **whole
+        )
+    return logs
 
 
 def compare(
@@ -142,18 +187,19 @@ def compare(
                 ), (name, step)
 
 
-def test_one_process_takes_same_steps_in_all_layouts(tiny_model, recording, expected, tmp_path):
-    told = {
-        name: steps(str(tiny_model), tmp_path, recording, 1, **settings_of(name)) for name in RUNS
-    }
+def test_one_process_takes_same_steps_in_all_layouts(tiny_model, recordings, expected, tmp_path):
+    told = {}
+    for name in RUNS:
+        recording = recording_of(name, recordings)
+        told[name] = steps(str(tiny_model), tmp_path, recording, 1, **settings_of(name))
     compare(told, expected)
 
 
 @pytest.mark.parametrize(("kind", "processes"), CASES)
 def test_several_processes_take_steps_of_one(
-    kind, processes, tiny_model, recording, expected, tmp_path
+    kind, processes, tiny_model, recordings, expected, tmp_path
 ):
-    (tmp_path / "rollouts.jsonl").write_bytes(Path(recording).read_bytes())
+    shutil.copytree(recordings, tmp_path, dirs_exist_ok=True)
     module, where = "tests.trainer.test_equal_processes", (str(tiny_model), str(tmp_path))
     launch(kind, processes, module, kind, str(processes), *where, timeout=300)
     compare(json.loads((tmp_path / "told.json").read_text()), expected)
