@@ -105,7 +105,7 @@ def test_sample_is_one_line_of_terminal_width(tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     log, text = RunLog(tmp_path), {"long": "x\n" * 400, "short": "ab="}
     log.first_rollouts = [
-        SimpleNamespace(prompt_ids=one, completion_ids="long", score=1.0) for one in text
+        SimpleNamespace(prompt_ids=one, completion_parts=["long"], score=1.0) for one in text
     ]
     summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": 0.0, "wall_s": 3.0}
     samples = [
