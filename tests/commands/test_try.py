@@ -136,6 +136,32 @@ def test_group_that_a_run_refuses_is_refused(line, told, recipe, tiny_model):
         shown(recipe, line)
 
 
+def test_branches_and_unknown_overrides_are_shown(recipe, tiny_model):
+    line = sent(tiny_model)
+    group = line["groups"][0]
+    end = group["tokens"][0][-1]
+    call = [70, 71, end]
+    group["overrides"] = [{} for _ in group["tokens"]]
+    group["overrides"][0] = {"branches": [{"of": 0, "at": 2, "tokens": call, "masks": call}]}
+    group["overrides"][1] = {"brnaches": []}
+    lines = shown(recipe, line)
+    first = next(number for number, text in enumerate(lines) if text.startswith("1. score"))
+    assert "tokens, 1 branch" in lines[first]
+    assert "   branch 1: leaves 0 after 2 tokens" in lines[first:]
+    text = " ".join(" ".join(lines).split())
+    assert "This version does not know the override 'brnaches'." in text
+
+
+def test_rows_of_episodes_are_counted_as_such(recipe, tiny_model):
+    line = sent(tiny_model)
+    group = line["groups"][0]
+    group["overrides"] = [{"episode": i // 2} for i, _ in enumerate(group["tokens"])]
+    group["scores"] = [float(i // 2) for i, _ in enumerate(group["tokens"])]
+    text = " ".join(" ".join(shown(recipe, line)).split())
+    assert "Its 8 rows are 4 episodes, and each of these is one rollout." in text
+    assert "A run would train on 4 of 4." in text
+
+
 def test_group_without_variance_teaches_nothing(recipe, tiny_model):
     told = "All scores are equal"
     assert told in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))

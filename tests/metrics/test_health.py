@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -25,8 +26,20 @@ from tests.rollout_factory import (
 from tests.trainer.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.metrics.health import FINE_AGAIN, SAMPLED, SIGNALS, Health, Movement, share_dropped
+from trl_atropos.metrics.health import (
+    FINE_AGAIN,
+    SAMPLED,
+    SIGNALS,
+    Health,
+    History,
+    Movement,
+    rollout_measures,
+    share_dropped,
+)
 from trl_atropos.report.progress import format_line
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.wire import parse_group
 from trl_atropos.rollouts.wire_values import MASKED
 
 ROWS = 16
@@ -487,3 +500,38 @@ def test_dropped_share_is_of_all_received_rows():
         "rollouts/waiting_rows": 5.0,
     }
     assert share_dropped(metrics, 9) == 0.25
+
+
+def branching(*branches: dict[str, Any], sizes: int = 2) -> list[Rollout]:
+    """Rollouts with one row, each with a branch of its own."""
+    group = {
+        "tokens": [[7, 8, 10, 9]] * sizes,
+        "masks": [[MASKED, MASKED, 10, 9]] * sizes,
+        "scores": [float(i) for i in range(sizes)],
+        "overrides": [{"branches": [branch]} for branch in branches],
+    }
+    return Intake(64, 1.0, "refuse").admit([parse_group(group)])
+
+
+def test_rollouts_of_one_row_and_other_trees_are_not_identical():
+    branch = {"of": 0, "at": 2, "tokens": [5, 6], "masks": [MASKED, 6]}
+    alike = branching(branch, branch)
+    assert rollout_measures(alike, "group", False)["identical_rows"] == 1.0
+    others = branching(branch, branch | {"at": 4})
+    assert (others[0].row == others[1].row).all()
+    assert rollout_measures(others, "group", False)["identical_rows"] == 0.0
+
+
+def test_placeholders_of_branches_count_their_places():
+    (rollout, _) = branching(*[{"of": 0, "at": 2, "tokens": [2, 3], "masks": [2, 3]}] * 2)
+    measured = rollout_measures([rollout], "group", False)
+    assert measured["placeholder_tokens"] == 0.0
+    rollout.prompt_ids = np.array([0, 1], np.int32)
+    rollout.completion_ids = np.array([2, 3, 2, 3], np.int32)
+    assert rollout_measures([rollout], "group", False)["placeholder_tokens"] == 1.0
+
+
+def test_loss_divisor_is_compared_with_trained_tokens():
+    """Not with the row, of which much may be context."""
+    branch = {"of": 0, "at": 2, "tokens": [5, 6, 7, 8], "masks": [MASKED, MASKED, MASKED, 8]}
+    assert History(divisor=30).add(branching(branch, branch))["loss_divisor"] == 10.0

@@ -22,6 +22,7 @@ from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.selection import Accounting
 from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.tree import NO_PARENT, Tree, make_tree
 from trl_atropos.services.evaluations import Result
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step
@@ -31,7 +32,13 @@ TASKS = ("Say the first letter: ", "Count to three. ", "Grüße an 東京! ")
 
 
 def make_run(
-    folder: Path, steps: int, *, end: bool = True, every: int = 1, name: str = "synthetic"
+    folder: Path,
+    steps: int,
+    *,
+    end: bool = True,
+    every: int = 1,
+    name: str = "synthetic",
+    branches: bool = False,
 ) -> Path:
     """
     A run that learned for `steps` steps on two environments, the second with two turns. The last
@@ -40,6 +47,7 @@ def make_run(
     Args:
         end: whether it came to its end.
         every: steps between two entries of the log.
+        branches: whether the second turn leaves the prompt, in place of following the first one.
     """
     rng = np.random.default_rng(0)
     config = AtroposGRPOConfig(
@@ -58,6 +66,9 @@ def make_run(
     for step in range(steps + 1):
         first = [step * 64 + group * GROUP for group in range(GROUPS)]
         rows = [row for number in first for row in _group(rng, step, steps, number)]
+        for row in rows:
+            if branches and row.env_id:
+                row.tree = _tree(row)
         region = Delivery("synthetic", step, step * 64, 64, 1, 0)
         if step % max(1, steps // 3) == 0:  # it ends when training is already at the next step
             log.evaluation(found := _evaluation(step, steps))
@@ -137,6 +148,12 @@ def _completion(rng: np.random.Generator, environment: int) -> dict[str, np.ndar
         "logprobs": logprobs,
         "token_advantages": advantages,
     }
+
+
+def _tree(row: Rollout) -> Tree:
+    """The tool's answer begins a part that leaves the first one behind its first token."""
+    first = len(row.prompt_ids) + int(row.mask.argmin())
+    return make_tree([first, len(row.row) - first], [NO_PARENT, 0], [0, 1])
 
 
 def _evaluation(step: int, steps: int) -> Result:

@@ -265,6 +265,24 @@ def test_page_without_gaps_says_why_and_offers_none(browser, tmp_path):
     page.close()
 
 
+def test_branches_are_shown_with_parent_and_place(browser, tmp_path):
+    folder = make_run(tmp_path / "run", 1, branches=True)
+    (tmp_path / "report.html").write_text(build(folder)[0])
+    page = browser.page()
+    page.open(tmp_path / "report.html")
+    page.fill("environment", "is tools")
+    page.click("#list [data-row='0']")
+    page.wait_for_element("#detail .tokens")
+    boxes = page.evaluate(texts_of("#detail .tokens > *"))
+    assert boxes[2] == "Branch 1: leaves the first path after 1 token"
+    shown = [box.split(" · ")[0] for box in boxes]
+    assert shown[:2] == ["prompt", "sampled, turn 1"]
+    assert shown[3:] == ["context, not trained", "sampled, turn 2"]
+    assert "Branches1" in page.evaluate("document.querySelector('#detail .facts').textContent")
+    assert page.errors == []
+    page.close()
+
+
 def test_list_is_used_by_keyboard(page):
     page.evaluate("document.getElementById('list').focus()")
     page.press("End", 35)

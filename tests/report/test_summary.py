@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.rollouts.conftest import admitted, make_group
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import closing_lines, evaluation_lines
 from trl_atropos.services.evaluation_results import Result, measures
@@ -38,6 +39,17 @@ def test_numbers_since_last_start_are_called_so(tmp_path, resumed_at):
         f"Wall time{since}: 3 s",
         "Reward curve: curve.png",
     ]
+
+
+def test_branches_of_samples_are_apart(tmp_path):
+    branch = {"of": 0, "at": 2, "tokens": [5, 6], "masks": [-100, 6]}
+    rollouts = admitted(make_group(0, 1, overrides=[{"branches": [branch]}, {}]))
+    summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": None, "wall_s": 3.0}
+    log = RunLog(tmp_path)
+    log.last_rollouts = rollouts
+    text = "\n".join(closing_lines(summary, log, str, "curve.png", False, []))
+    assert "'[7 8]' -> '[10  9]' | '[5 6]'  0.000" in text
+    assert "'[7 8]' -> '[11  9]'  1.000" in text
 
 
 def of_each(scores: list[float]) -> dict[str, list[float]]:
@@ -93,7 +105,7 @@ def test_sample_is_one_line_of_terminal_width(tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     log, text = RunLog(tmp_path), {"long": "x\n" * 400, "short": "ab="}
     log.first_rollouts = [
-        SimpleNamespace(prompt_ids=one, completion_ids="long", score=1.0) for one in text
+        SimpleNamespace(prompt_ids=one, completion_parts=["long"], score=1.0) for one in text
     ]
     summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": 0.0, "wall_s": 3.0}
     samples = [

@@ -2,6 +2,7 @@ import functools
 import http.server
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.rollout_factory import record
-from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
+from tests.rollouts.conftest import Api, admitted, assert_same_rows, free_port, make_group
+from tests.rollouts.trees import group_of, item_of, random_episode
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.pull import LOOK_AGAIN
 from trl_atropos.rollouts.replay import ReplaySource
@@ -346,3 +348,55 @@ def test_delivered_batches_replay_as_same_rollouts(api, open_source, run_info, t
     replay = ReplaySource(record(tmp_path / "recorded.jsonl", groups[:2], groups[2:]))
     replay.start(run_info())
     assert_same_rows(replay.poll(8, 0.0), pulled, but=("arrived", "group", "index"))
+
+
+def test_branches_come_through_the_api_as_the_same_trees(api, open_source, run_info, tmp_path):
+    """Through its buffer, too: groups of two for an environment of four. A recording of what was
+    sent gives the same rollouts, and so does the spool."""
+    rng = random.Random(0)
+    groups = []
+    for _ in range(4):
+        items = [item_of(random_episode(rng, depth=20, most=20)) for _ in range(2)]
+        groups.append(group_of(items, advantages=None))
+    run = run_info(max_sequence_length=1000)
+    source = open_source(api.url, run=run)
+    api.deliver(*groups)
+    expected = [
+        rollout for group in groups for rollout in admitted(group, max_sequence_length=1000)
+    ]
+    assert sum(rollout.tree is not None for rollout in expected) >= 6
+    rollouts = source.poll(len(expected), WAIT)
+    other = ("arrived", "group", "index", "policy_version", "staleness")
+    assert_same_rows(rollouts, expected, but=other)
+    files = [
+        record(tmp_path / "recorded.jsonl", groups[:2], groups[2:]),
+        run.output_dir + "/rollouts",
+    ]
+    for recording in files:
+        replay = ReplaySource(recording)
+        replay.start(run)
+        assert_same_rows(replay.poll(len(expected), 0.0), expected, but=other)
+
+
+def test_joined_rows_are_accounted_for_over_a_resume(api, open_source, run_info):
+    """Batches of four rows, of which each has three rollouts. A source that resumes goes on behind
+    the last rollout that was handed out."""
+    source = open_source(api.url)
+    for tag in range(0, 30, 10):
+        rows = make_group(tag + 2, tag + 2, overrides=[{"episode": "a"}] * 2)
+        api.deliver(make_group(tag, tag + 1), rows | {"group_overrides": {"sft": True}})
+    episodes = [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert scores(source, 5) == episodes[:5]
+    state = source.state()
+    books = state["books"]
+    assert (books["trained"], books["dropped"]) == (5, {"joined": 2})
+    assert state["cursor"] == 7
+    metrics = source.metrics()
+    assert metrics["rollouts/joined_rows"] >= 2
+    assert metrics["rollouts/share_dropped"] == 0
+    assert not any(value for name, value in metrics.items() if "dropped_" in name)
+    source.close()
+    again = open_source(api.url, run=run_info(state=state))
+    assert scores(again, 4) == episodes[5:]
+    books = again.state()["books"]
+    assert (books["trained"], books["dropped"]) == (9, {"joined": 3})

@@ -166,7 +166,8 @@ def _divisor(recipe: Recipe) -> Iterator[Finding]:
         seen = f"max_completion_length: {divisor}, {sampled}"
         fix = (
             f"Set `max_completion_length: {longest:.0f}`, or the gradients are smaller by the "
-            "ratio."
+            "ratio. (If rollouts branch, set it to the most tokens that one trains in all branches "
+            "together.)"
         )
         yield Finding(what, seen, fix, "loss-divisor", WARNING)
 

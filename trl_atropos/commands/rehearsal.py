@@ -31,7 +31,8 @@ from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, 
 from trl_atropos.flags import stated_flags, stated_settings
 from trl_atropos.protocol import environment_token
 from trl_atropos.recipe import Recipe
-from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.drop_reasons import JOINED
+from trl_atropos.rollouts.intake import UNKNOWN_OVERRIDE, Intake
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
@@ -228,7 +229,7 @@ def _lines_of_group(
     intake = Intake(longest, training.temperature, training.single_row_groups, vocabulary)
     try:
         group = parse_group(content)
-        rollouts, _ = intake.rollouts_of(group, spec.name)
+        rollouts, dropped = intake.rollouts_of(group, spec.name)
     except RejectedGroup as error:
         what = f"A run would drop this group of environment {spec.name!r}: {error}"
         raise RolloutError(what, fix=error.fix) from error
@@ -243,16 +244,18 @@ def _lines_of_group(
             yield f"\nprompt, {len(prompt)} tokens:"
             yield from _lines_of_text(tokenizer.decode(prompt))
             yield ""
-        length = len(rollout.completion_ids)
-        is_cut = int(rollout.completion_ids[-1]) not in ends
-        ending = ", truncated" if is_cut else ""
-        yield f"{number}. score {rollout.score:.4g}, {length} tokens{ending}"
+        yield f"{number}. score {rollout.score:.4g}, {_size(rollout, ends)}"
         if rollout.rewards:
             parts = [f"{name} {value:.4g}" for name, value in rollout.rewards.items()]
             yield from wrapped(", ".join(parts), "   parts: ")
-        yield from _lines_of_text(tokenizer.decode(rollout.completion_ids))
+        for part, tokens in enumerate(rollout.completion_parts):
+            if part > 0:
+                yield f"   branch {rollout.tree.origin(part)}"
+            yield from _lines_of_text(tokenizer.decode(tokens))
     yield ""
-    for text in _verdict(recipe, spec.name, group, rollouts, longest):
+    for key in group.unknown_overrides:
+        yield from wrapped(f"This version does not know the override {key}. {UNKNOWN_OVERRIDE}")
+    for text in _verdict(recipe, spec.name, group, rollouts, longest, dropped[JOINED]):
         yield from wrapped(text)
     doubled = sum(_ends_twice(rollout, ends) for rollout in rollouts)
     if doubled > 0:
@@ -261,6 +264,18 @@ def _lines_of_group(
             "turns: the model ended its turn, and the chat template ended it once more. Call "
             "`end_turn` of the template (`trl-atropos init`) after each `chat_completion`."
         )
+
+
+def _size(rollout: Rollout, ends: list[int]) -> str:
+    """Returns how long a rollout is after its prompt, such as `120 tokens in 3 branches,
+    truncated`. It is truncated if one of its calls does not end with one of the `ends`."""
+    size = f"{len(rollout.completion_ids)} tokens"
+    if rollout.tree is not None:
+        num_branches = len(rollout.tree) - 1
+        size += f", {num_branches} {'branch' if num_branches == 1 else 'branches'}"
+    if not np.isin(rollout.last_tokens, ends).all():
+        size += ", truncated"
+    return size
 
 
 def _generation_config(model: str, config: Any) -> GenerationConfig:
@@ -272,14 +287,18 @@ def _generation_config(model: str, config: Any) -> GenerationConfig:
 
 
 def _ends_twice(rollout: Rollout, ends: list[int]) -> bool:
-    """Returns whether a sampled end token is followed by itself, and the second one was not
-    sampled."""
-    ids = rollout.completion_ids
-    sampled = rollout.mask
-    is_end = np.isin(ids[:-1], ends)
-    is_repeated = ids[1:] == ids[:-1]
-    only_first_sampled = sampled[:-1] & ~sampled[1:]
-    return bool((is_end & is_repeated & only_first_sampled).any())
+    """Returns whether a sampled end token is followed by itself in the same part of the row, and
+    the second one was not sampled."""
+    begin = 0
+    for ids in rollout.completion_parts:
+        sampled = rollout.mask[begin : begin + len(ids)]
+        begin += len(ids)
+        is_end = np.isin(ids[:-1], ends)
+        is_repeated = ids[1:] == ids[:-1]
+        only_first_sampled = sampled[:-1] & ~sampled[1:]
+        if (is_end & is_repeated & only_first_sampled).any():
+            return True
+    return False
 
 
 def _lines_of_text(text: str) -> list[str]:
@@ -301,16 +320,23 @@ def _lines_of_text(text: str) -> list[str]:
 
 
 def _verdict(
-    recipe: Recipe, name: str, group: ScoredGroup, rollouts: list[Rollout], longest: float
+    recipe: Recipe,
+    name: str,
+    group: ScoredGroup,
+    rollouts: list[Rollout],
+    longest: float,
+    num_joined: int,
 ) -> Iterator[str]:
-    """Yields what a run would make of the group. Raises `RolloutError` if nothing can be
-    trained."""
-    size = group.size
+    """Yields what a run would make of the group. `num_joined` of its rows became part of another
+    one's episode. Raises `RolloutError` if nothing can be trained."""
+    size = group.size - num_joined
     lowest = min(group.scores)
     highest = max(group.scores)
     mean = np.mean(group.scores)
     yield f"Scores from {lowest:.4g} to {highest:.4g}, mean {mean:.4g}."
-    _require_full_batches(recipe.training.generation_batch_size, size)
+    _require_full_batches(recipe.training.generation_batch_size, group.size)
+    if num_joined > 0:
+        yield f"Its {group.size} rows are {size} episodes, and each of these is one rollout."
     if not rollouts:
         raise RolloutError(
             f"Each rollout is longer than {longest:g} tokens, or its mask leaves none to train on."

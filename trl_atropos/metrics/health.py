@@ -127,9 +127,9 @@ SIGNALS = {
     "loss_divisor": Signal(
         2.0,
         5,
-        "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as "
-        "long as the longest completion so far, and gradients are smaller by as much",
-        "Set it to the environments' limit.",
+        "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times the "
+        "most tokens that any rollout so far trains, and gradients are smaller by as much",
+        "Set it to the most tokens that the environments sample for a rollout.",
     ),
     "logprob_gap_fresh": Signal(
         0.1,
@@ -284,19 +284,30 @@ def rollout_measures(
 def _share_identical(rollouts: Sequence[Rollout]) -> float:
     """Returns the share of rollouts in groups of at least two whose completions are all the
     same."""
-    groups: defaultdict[Hashable, list[bytes]] = defaultdict(list)
+    groups: defaultdict[Hashable, list[tuple[bytes, ...]]] = defaultdict(list)
     for rollout in rollouts:
         group: Hashable = rollout.group
         if rollout.group < 0:
             # A source that does not number groups still sends the rollouts of one with one prompt
             # and one mean.
             group = (rollout.prompt_ids.tobytes(), rollout.group_mean, rollout.group_std)
-        groups[group].append(rollout.completion_ids.tobytes())
+        groups[group].append(_identity(rollout))
     identical = 0
     for completions in groups.values():
         if len(completions) > 1 and len(set(completions)) == 1:
             identical += len(completions)
     return identical / len(rollouts)
+
+
+def _identity(rollout: Rollout) -> tuple[bytes, ...]:
+    """Returns what is equal for two rollouts of a group that sampled the same. If they branch, the
+    parts of their rows must hang together alike, too."""
+    completion = rollout.completion_ids.tobytes()
+    if rollout.tree is None:
+        return (completion,)
+    tree = rollout.tree
+    arrays = (tree.lengths, tree.parents, tree.shared)
+    return (completion, *(array.tobytes() for array in arrays))
 
 
 def _share_repeated_token(rollouts: Sequence[Rollout]) -> float:
@@ -311,8 +322,11 @@ def _share_repeated_token(rollouts: Sequence[Rollout]) -> float:
 
 
 def _is_placeholder(rollout: Rollout) -> bool:
-    tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
-    counted = np.arange(len(tokens))
+    tokens = rollout.row
+    counted = np.arange(len(tokens))  # places in a context
+    if rollout.tree is not None:
+        tree = rollout.tree
+        counted += np.repeat(tree.shared - tree.begins, tree.lengths)
     return len(tokens) >= SHORTEST and bool((tokens == counted).all())
 
 
@@ -366,8 +380,8 @@ class History:
 
         `constant_rewards`: batches in a row in which every score was the same number.
         `reward_stalled`: batches since the mean of the last 20 was above the best one so far by
-        more than two standard errors. `loss_divisor`, if there is one: its ratio to the longest
-        completion so far.
+        more than two standard errors. `loss_divisor`, if there is one: its ratio to the most
+        trained tokens of a rollout so far.
         """
         scores = [rollout.score for rollout in rollouts]
         self._count_constant(set(scores))
@@ -377,7 +391,7 @@ class History:
             "reward_stalled": float(self._since_best),
         }
         if self._divisor is not None:
-            longest = max(len(rollout.completion_ids) for rollout in rollouts)
+            longest = max(int(rollout.mask.sum()) for rollout in rollouts)
             self._longest = max(self._longest, longest)
             measures["loss_divisor"] = self._divisor / self._longest
         return measures

@@ -30,7 +30,6 @@ from trl_atropos.metrics.health import (
 from trl_atropos.rollouts.reward_parts import part_means
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
-from trl_atropos.rollouts.tree import NO_PARENT, Tree
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
@@ -215,19 +214,9 @@ def _show_branches(
     for number, rollout in enumerate(reversed(rollouts), start=1):
         if rollout.tree is None or number > len(texts):
             continue
-        ends = rollout.tree.begins + rollout.tree.lengths
-        parts = np.split(rollout.row, ends[:-1])
-        parts[0] = parts[0][len(rollout.prompt_ids) :]
-        first, *branches = decode(parts)
+        first, *branches = decode(rollout.completion_parts)
         lines = [first]
         for part, text in enumerate(branches, start=1):
-            lines.append(f"[{_origin(rollout.tree, part)}]")
+            lines.append(f"[{rollout.tree.origin(part)}]")
             lines.append(text)
         texts[-number] = "\n".join(lines)
-
-
-def _origin(tree: Tree, part: int) -> str:
-    parent = tree.parents[part]
-    if parent == NO_PARENT:
-        return f"{part}: a new context"
-    return f"{part}: leaves {parent} after {tree.shared[part]} tokens"

@@ -37,7 +37,7 @@ function showStatus(data) {
 
 function showTiles(data) {
   const reward = data.metrics.reward && smoothed(data.metrics.reward[1]), books = data.books;
-  const dropped = books ? Object.values(books.dropped).reduce((sum, count) => sum + count, books.lost_with_api) : null;
+  const dropped = books ? Object.entries(books.dropped).reduce((sum, [reason, count]) => sum + (reason === "joined" ? 0 : count), books.lost_with_api) : null;
   const speed = (name) => (data.metrics[name] ? Math.round(median(data.metrics[name][1])).toLocaleString("en") : null);
   const trained = speed("speed/trained_tokens_per_second"), sampled = speed("speed/sampled_tokens_per_second");
   const environments = byName([...new Set(data.rollouts.environment)]);

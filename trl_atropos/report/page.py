@@ -238,7 +238,16 @@ SHOWN = [
     "advantage",
 ]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
-COMPUTED = ["logprob", "trained_tokens", "gap", "gap_max", "last_token", "rewards", "place"]
+COMPUTED = [
+    "logprob",
+    "trained_tokens",
+    "gap",
+    "gap_max",
+    "last_tokens",
+    "branches",
+    "rewards",
+    "place",
+]
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
@@ -248,8 +257,9 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
 
     Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and
     masked stretches in turn, log-probabilities, token-level advantages or null, messages or null,
-    gaps or null]`; it begins with a trained stretch, and null stands for an unknown log-probability
-    or gap.
+    gaps or null, branches]`; null stands for an unknown log-probability or gap. A branch is `[its
+    first completion token, its parent, how many tokens of the parent's path it shares]`, and the
+    first part of the row is no branch.
     """
     # The trainer's log-probabilities of the others are from a part of the run that a resume undid.
     undone = chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))
@@ -279,11 +289,12 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         row = [
             chunk["prompts"].index(prompt),
             completion,
-            _stretches(rollout.mask),
+            _stretches(rollout),
             _thousandths(rollout.logprobs),
             _thousandths(_own_advantages(rollout)),
             rollout.messages,
             _thousandths(gap),
+            _branches(rollout),
         ]
         chunk["rows"].append(row)
     return packed
@@ -319,7 +330,8 @@ def _fill_columns(
     columns["trained_tokens"].append(int(rollout.mask.sum()))
     columns["gap"].append(mean_gap)
     columns["gap_max"].append(largest_gap)
-    columns["last_token"].append(int(rollout.completion_ids[-1]))
+    columns["last_tokens"].append(rollout.last_tokens.tolist())
+    columns["branches"].append(len(_branches(rollout)))
     columns["rewards"].append(rollout.rewards)
 
 
@@ -330,14 +342,33 @@ def _own_advantages(rollout: Rollout) -> np.ndarray | None:
     return rollout.token_advantages
 
 
-def _stretches(mask: np.ndarray) -> list[int]:
+def _stretches(rollout: Rollout) -> list[int]:
     """Returns the lengths of trained and of masked stretches in turn: of the mask 1 1 0 0 1, they
-    are 2, 2 and 1. A completion begins with a trained token."""
-    before = ~mask[:1]
-    after = ~mask[-1:]
-    changes = np.diff(mask, prepend=before, append=after)
-    begins = np.flatnonzero(changes)  # 0, 2, 4, and 5 for the end
-    return np.diff(begins).tolist()
+    are 2, 2 and 1. No stretch goes on from one part of the row into the next: if a new part begins
+    at the second token, they are 1, 0, 1, 2 and 1."""
+    lengths: list[int] = []
+    begin = 0
+    for tokens in rollout.completion_parts:
+        mask = rollout.mask[begin : begin + len(tokens)]
+        begin += len(tokens)
+        changes = np.flatnonzero(np.diff(mask)) + 1
+        for stretch in np.split(mask, changes):
+            if not len(stretch):
+                continue
+            is_turn_of_trained = len(lengths) % 2 == 0
+            if stretch[0] != is_turn_of_trained:
+                lengths.append(0)
+            lengths.append(len(stretch))
+    return lengths
+
+
+def _branches(rollout: Rollout) -> list[list[int]]:
+    if rollout.tree is None:
+        return []
+    tree = rollout.tree
+    begins = tree.begins - len(rollout.prompt_ids)
+    branches = np.stack([begins, tree.parents, tree.shared], axis=1)
+    return branches[1:].tolist()
 
 
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:

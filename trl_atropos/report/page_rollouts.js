@@ -27,7 +27,7 @@ class Browser {
     this.texts = this.rows.index.map(() => ["", ""]); // prompt and completion, once they are read
     const ends = data.ends.filter((id) => id !== null);
     this.kinds = {
-      truncated: (i) => ends.length > 0 && !ends.includes(this.rows.last_token[i]),
+      truncated: (i) => ends.length > 0 && this.rows.last_tokens[i].some((id) => !ends.includes(id)),
       dropped: (i) => this.rows.fate[i] === DROPPED,
       "no variance": (i) => this.rows.group_std[i] === 0,
     };
@@ -244,6 +244,7 @@ class Browser {
       Tokens: `${this.rows.prompt_tokens[i]} of the prompt, ${this.rows.trained_tokens[i]} trained of ${this.rows.completion_tokens[i]} after it${this.kinds.truncated(i) ? ", truncated" : ""}`,
     };
     const parts = Object.entries(this.rows.rewards[i] || {});
+    if (this.rows.branches[i]) facts.Branches = String(this.rows.branches[i]);
     if (parts.length) facts["Parts of the reward"] = parts.map(([name, value]) => `${name} ${number(value)}`).join(", ");
     if (special.length) facts["Asked by the environment"] = special.join(", ");
     return el("dl", { class: "facts" }, ...Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));

@@ -11,13 +11,15 @@ const MODES = {
 
 // A rollout as `pack` in page.py wrote it, with the text of its tokens.
 function unfold(packed, prompts, texts) {
-  const [prompt, completion, stretches, logprobs, advantages, messages, gaps] = packed;
+  const [prompt, completion, stretches, logprobs, advantages, messages, gaps, branches] = packed;
   const tokens = prompts[prompt].map((id) => ({ id, part: "prompt" }));
   const parts = [{ kind: "prompt", from: 0, to: tokens.length }];
   let at = 0;
   stretches.forEach((length, i) => {
+    if (!length) return;
     const kind = i % 2 ? "context" : "sampled";
-    parts.push({ kind, from: tokens.length, to: tokens.length + length });
+    const branch = branches.findIndex(([begin]) => begin === at) + 1;
+    parts.push({ kind, from: tokens.length, to: tokens.length + length, origin: branch ? originOf(branch, branches) : null });
     for (const end = at + length; at < end; at++) {
       tokens.push({ id: completion[at], part: kind, logprob: logprobs[at], gap: gaps ? gaps[at] : null,
         advantage: advantages ? advantages[at] : undefined });
@@ -26,6 +28,13 @@ function unfold(packed, prompts, texts) {
   for (const token of tokens) token.text = token.shown = texts[token.id];
   for (const part of parts) joinBytes(tokens.slice(part.from, part.to));
   return { tokens, parts, messages, own: advantages !== null };
+}
+
+// Where a branch comes from. Branch 1 is the first, and 0 is the first path.
+function originOf(number, branches) {
+  const [, parent, shared] = branches[number - 1];
+  if (parent < 0) return `Branch ${number}: a context of its own`;
+  return `Branch ${number}: leaves ${parent ? `branch ${parent}` : "the first path"} after ${shared} token${shared === 1 ? "" : "s"}`;
 }
 
 // The text of tokens, or their numbers where there is no tokenizer.
@@ -93,6 +102,7 @@ function tokenBox(rollout, view) {
     for (const part of rollout.parts) {
       const [first, end] = [Math.max(from, part.from), Math.min(to, part.to)];
       if (first >= end) continue;
+      if (part.origin && first === part.from) box.append(el("div", { class: "origin" }, part.origin));
       const line = el("div", { class: `part ${part.kind}` });
       if (first === part.from) line.append(el("span", { class: "label" }, partName(rollout, part)));
       for (let i = first; i < end; i++) {

@@ -148,14 +148,15 @@ def closing_lines(
 def _sample_lines(
     title: str, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]
 ) -> list[str]:
-    """Returns one line per rollout below a title. On a terminal, each is as wide as it, or less."""
+    """Returns one line per rollout below a title. In it, ` | ` stands before each branch. On a
+    terminal, no line is wider than that."""
     lines = [f"Sample completions {title} (prompt -> completion, reward):"]
     width = columns() or WIDTH_OF_FILE
     room = width - len("   ->   0.000")
     for rollout in rollouts:
         prompt = repr(decode(rollout.prompt_ids))
         prompt = cut(prompt, room // 2)
-        completion = repr(decode(rollout.completion_ids))
-        completion = cut(completion, room - len(prompt))
+        texts = [repr(decode(tokens)) for tokens in rollout.completion_parts]
+        completion = cut(" | ".join(texts), room - len(prompt))
         lines.append(f"  {prompt} -> {completion}  {rollout.score:.3f}")
     return lines

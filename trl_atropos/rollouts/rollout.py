@@ -74,6 +74,27 @@ class Rollout:
         return int(self.tree.path_lengths.max())
 
     @property
+    def last_tokens(self) -> np.ndarray:
+        """The tokens at which calls end, and behind which nothing goes on: `(n,)` ids of the ends
+        of parts. A rollout that does not branch has one."""
+        if self.tree is None:
+            return self.completion_ids[-1:]
+        ends = self.tree.begins + self.tree.lengths
+        is_sampled = np.zeros(ends[-1], bool)
+        is_sampled[len(self.prompt_ids) :] = self.mask
+        last = ends[~self.tree.continued] - 1
+        return self.row[last[is_sampled[last]]]
+
+    @property
+    def completion_parts(self) -> list[np.ndarray]:
+        """The completion's tokens by parts of the row. The first part is without the prompt, and
+        may be empty. One part, if the rollout does not branch."""
+        if self.tree is None:
+            return [self.completion_ids]
+        begins = self.tree.begins[1:] - len(self.prompt_ids)
+        return np.split(self.completion_ids, begins)
+
+    @property
     def trains_on_token_advantages(self) -> bool:
         """True if it is trained with the token-level advantages that the environment sent."""
         if self.zero_advantage or self.sft:

@@ -95,6 +95,13 @@ class Tree:
         """The places in the row at which a context begins."""
         return self.begins[self.parents == NO_PARENT]
 
+    def origin(self, part: int) -> str:
+        """Returns where a part comes from, for people: `2: leaves 0 after 14 tokens`."""
+        parent = int(self.parents[part])
+        if parent == NO_PARENT:
+            return f"{part}: a new context"
+        return f"{part}: leaves {parent} after {self.shared[part]} tokens"
+
     def renumbered(self, order: Sequence[int]) -> "Tree":
         """Returns the tree with its parts in another order, in which parents stay before their
         children."""

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from trl_atropos.errors import EvaluationError
+from trl_atropos.rollouts.episodes import join_rows
 from trl_atropos.rollouts.wire import ScoredGroup, parse_group
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class _Group(msgspec.Struct):
     tokens: Any
     masks: Any
     scores: Any
+    overrides: Any = None  # which rows are one episode
 
 
 class _Line(msgspec.Struct):
@@ -253,7 +255,7 @@ def _read_answer(line: bytes) -> Answer:
     groups = []
     for group in content.groups:
         fields = msgspec.structs.asdict(group)
-        groups.append(parse_group(fields))
+        groups.append(join_rows(parse_group(fields)))
     return Answer(content.item, groups, None)
 
 
