@@ -9,7 +9,7 @@ is trained.
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,19 @@ def random_episode(rng: random.Random, depth: int = 6, most: int = 6) -> list[Pa
         lengths.append(at + len(tokens))
         depths.append(depths[of] + 1 if at else 1)
     return paths
+
+
+def permuted(rng: random.Random, paths: Sequence[Path]) -> list[Path]:
+    """The same episode with its branches in another order; the first path stays the first."""
+    order = [0]
+    left = list(range(1, len(paths)))
+    while left:
+        ready = [number for number in left if paths[number].of in order]
+        number = rng.choice(ready)
+        order.append(number)
+        left.remove(number)
+    places = {number: place for place, number in enumerate(order)}
+    return [replace(paths[number], of=places[paths[number].of]) for number in order]
 
 
 def masks_of(path: Path) -> list[int]:

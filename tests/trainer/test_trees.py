@@ -16,10 +16,21 @@ from transformers import TrainerCallback
 
 from tests.batches.random_trees import logprobs_alone, own_places, paths_of, random_episode
 from tests.rollout_factory import arguments, end_token, load_policy, make_rollout
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, PolicyPublisher, RolloutSource
+from tests.rollouts.trees import Path as SentPath
+from tests.rollouts.trees import group_of, item_of, masks_of, permuted, trained_by, whole
+from tests.rollouts.trees import random_episode as random_paths
+from trl_atropos import (
+    AtroposGRPOConfig,
+    AtroposGRPOTrainer,
+    PolicyPublisher,
+    RolloutSource,
+    episode,
+)
 from trl_atropos.batches.truncation import cut_parts
 from trl_atropos.config import LOSS_TYPES
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
+from trl_atropos.rollouts.wire import read_group
 
 GROUP_SIZE = 4
 BATCH = 8
@@ -268,6 +279,39 @@ def test_loss_of_trees_is_that_of_their_paths(name, tiny_model, tmp_path, caplog
     require_equal(found, expected)
     warned = [entry for entry in caplog.records if "all calls of an episode" in entry.message]
     assert len(warned) == 2 * ("sequence" in name)  # once for each trainer
+
+
+def admitted(episodes: Sequence[list[SentPath]], as_rows: bool = False) -> list[Rollout]:
+    """One group of these episodes, as it comes from the wire."""
+    items = []
+    for paths in episodes:
+        if not as_rows:
+            items.append(item_of(paths))
+            continue
+        rows = [(row.tokens, masks_of(row), row.logprobs) for row in whole(paths)]
+        items.append(episode(rows))
+    group = group_of(items)
+    return Intake(1000, 1.0, "refuse").admit([read_group(group)])
+
+
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_order_of_branches_does_not_matter(as_rows, tiny_model, tmp_path):
+    """As they are sent, or given to `episode` as rows."""
+    rng = random.Random(5)
+    episodes = []
+    while len(episodes) < BATCH:
+        paths = random_paths(rng)
+        calls_differ = max(trained_by(paths).values(), default=0) == 1
+        if len(paths) > 2 and calls_differ:
+            episodes.append(paths)
+    orders = [episodes, [permuted(rng, paths) for paths in episodes]]
+    assert orders[0] != orders[1]
+    found = []
+    for number, order in enumerate(orders):
+        batch = admitted(order, as_rows)
+        steps, _ = train(tiny_model, tmp_path / str(number), [batch])
+        found.append(steps)
+    require_equal(*found, bound=1e-6)
 
 
 def test_table_and_lengths_know_branches(tiny_model, tmp_path):
