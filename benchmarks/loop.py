@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import Services, free_port
@@ -62,12 +62,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench loop",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("loop", DESCRIPTION)
     add = parser.add_argument
     add(
         "--latencies",
@@ -125,8 +120,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="of a side (default: %(default)s)",
     )
     add("--check", action="store_true", help=f"exit with code 1 if a ratio is above {LIMIT}")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import sampling_equality
 from benchmarks.models import dtype, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
@@ -48,12 +48,7 @@ COLUMNS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench sampling",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("sampling", DESCRIPTION)
     add = parser.add_argument
     add(
         "--params",
@@ -76,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of each completion (default: %(default)s)",
     )
-    add("--rounds", type=positive, default=5, metavar="N", help="that count (default: %(default)s)")
+    add_rounds(parser, 5)
     add(
         "--equal",
         type=positive,
@@ -84,8 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure nothing, and compare so many log-probabilities of the fast path with vLLM's "
         "own, bit for bit",
     )
-    add("--json", action="store_true", help="print one JSON object in place of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 
