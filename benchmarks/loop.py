@@ -42,9 +42,11 @@ With `--against trl`, the whole loop with real sampling instead, beside TRL's ow
 
   side       ours: the recipe for one GPU as shipped; turns: with `mps: false`; two_servers: each with a copy of the
              weights; one_ahead: with one batch in flight and without `hold_requests`; strict: with `max_staleness: 0`;
-             trl: its defaults
+             no_logprobs: ours with an engine that makes no log-probabilities, where nothing is learnt from made-up
+             ones; trl: its defaults
   sampled    tokens of completions per second; trained counts prompts, too
   publish    median; waits and computing are means
+  speedup, of no logprobs   sampled tokens per second over those of the sides trl and no_logprobs, if they run
   memory     most that was taken of the GPU, by all processes
 """
 COLUMNS = {  # of the table: field, and how it is written
