@@ -18,6 +18,7 @@ aborted.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import psutil
 
@@ -63,6 +64,14 @@ async def measure(
     return window.figures(tokens)
 
 
+class Clocks(NamedTuple):
+    """The time, and the processor times of two processes, in seconds."""
+
+    time: float
+    front: float
+    engine: float
+
+
 class _Window:
     """Counts answers, and reads clocks at the beginning and the end."""
 
@@ -73,39 +82,39 @@ class _Window:
         self._engine = engine_below(front)
         self._without_answer = clients
         self._answers = 0
-        self._begin: tuple[float, float, float] | None = None
-        self._end: tuple[float, float, float] | None = None
+        self._begin: Clocks | None = None
+        self._end: Clocks | None = None
 
     def note_first_answer(self) -> None:
+        """Begins the window when all clients have had one."""
         self._without_answer -= 1
         if not self._without_answer:
             self._begin = self._clocks()
 
     def note_answer(self) -> None:
+        """Counts an answer, and ends the window when it has enough."""
         if self._begin is None or self.full.is_set():
             return
         self._answers += 1
-        seconds = time.perf_counter() - self._begin[0]
+        seconds = time.perf_counter() - self._begin.time
         if self._answers >= self._clients and seconds >= SHORTEST_WINDOW:
             self._end = self._clocks()
             self.full.set()
 
-    def _clocks(self) -> tuple[float, float, float]:
-        """Returns the time, and the processor times of front and engine, in seconds."""
-        return time.perf_counter(), _seconds(self._front), _seconds(self._engine)
+    def _clocks(self) -> "Clocks":
+        return Clocks(time.perf_counter(), _seconds(self._front), _seconds(self._engine))
 
     def figures(self, tokens: int) -> dict[str, float | None]:
         """Returns what the window measured, with `tokens` tokens in each answer."""
-        spent = []
-        for begin, end in zip(self._begin, self._end, strict=True):
-            spent.append(end - begin)
-        seconds, front, engine = spent
+        begin = self._begin
+        end = self._end
         total = self._answers * tokens
-        return {
-            "tokens_per_s": total / seconds,
-            "front_us": front / total * 1e6,
-            "engine_us": None if self._engine is None else engine / total * 1e6,
-        }
+        front_us = (end.front - begin.front) / total * 1e6
+        engine_us = None
+        if self._engine is not None:
+            engine_us = (end.engine - begin.engine) / total * 1e6
+        rate = total / (end.time - begin.time)
+        return {"tokens_per_s": rate, "front_us": front_us, "engine_us": engine_us}
 
 
 def _seconds(process: psutil.Process | None) -> float:
