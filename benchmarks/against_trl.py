@@ -40,12 +40,16 @@ TWO_SERVERS = {
     "vllm_args": ["--max-model-len", "2048", "--kv-cache-memory-bytes", "8G"]
     + ["--gpu-memory-utilization", "0.2"],  # as much has to be free when the second one starts
 }
+# Nothing is learnt from log-probabilities that are made up, and no probe would find them right.
+NO_LOGPROBS = {"learning_rate": 0.0, "probe_every_n_steps": 0}
+NO_LOGPROBS_FLAGS = ["--middleware", "benchmarks.loop_no_logprobs.WithoutLogprobs"]
 SIDES = {  # and the settings of the environment and of the run that differ from the recipe's
     "ours": ({}, {}),
     "turns": ({}, {"mps": False}),
     "two_servers": ({}, TWO_SERVERS),
     "one_ahead": (ONE_AHEAD, {"hold_requests": False}),
     "strict": (ONE_AHEAD, {"max_staleness": 0}),
+    "no_logprobs": ({}, NO_LOGPROBS),
     "trl": ({}, {}),
 }
 COLUMNS = {  # of the table: field, and how it is written
@@ -60,6 +64,7 @@ COLUMNS = {  # of the table: field, and how it is written
     "staleness": "{:.2f}",
     "memory_gb": "{:.1f}",
     "speedup": "{:.2f}",
+    "of_no_logprobs": "{:.2f}",
 }
 # steps that do not count: kernels are compiled, and the first batch is sampled with nothing else to
 # do
@@ -81,9 +86,10 @@ def run(options: argparse.Namespace) -> dict:
         for side in options.sides:
             rows.append(_measure(folder / side, folder / "model", side, options, cuda))
             sys.stderr.write("\n".join(aligned(rows[-1:], COLUMNS)) + "\n")
-    theirs = next((row["sampled_per_s"] for row in rows if row["side"] == "trl"), None)
+    rates = {row["side"]: row["sampled_per_s"] for row in rows}
     for row in rows:
-        row["speedup"] = row["sampled_per_s"] / theirs if theirs else None
+        for name, side in (("speedup", "trl"), ("of_no_logprobs", "no_logprobs")):
+            row[name] = row["sampled_per_s"] / rates[side] if side in rates else None
     return {
         "trl_atropos": __version__,
         **{package: version(package) for package in ("torch", "trl", "transformers")},
@@ -229,6 +235,8 @@ def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> 
             "VLLM_CPU_KVCACHE_SPACE": 1,
             "TOKENIZERS_PARALLELISM": "false",
         }
+    if side == "no_logprobs":
+        recipe["vllm_args"] = [*recipe["vllm_args"], *NO_LOGPROBS_FLAGS]
     return recipe
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.options import Parser, give_result, positive, writable
+from benchmarks.options import add_rounds, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
 
@@ -38,12 +38,7 @@ TIMEOUT = 600.0  # seconds for one of the processes
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench ingest",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("ingest", DESCRIPTION)
     add = parser.add_argument
     add(
         "--sequences",
@@ -66,9 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="sequences per group (default: %(default)s)",
     )
-    add("--rounds", type=positive, default=5, metavar="N", help="that count (default: %(default)s)")
-    add("--json", action="store_true", help="print one JSON object in place of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
+    add_rounds(parser, 5)
     return parser
 
 

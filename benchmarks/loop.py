@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import Services, free_port
@@ -42,9 +42,11 @@ With `--against trl`, the whole loop with real sampling instead, beside TRL's ow
 
   side       ours: the recipe for one GPU as shipped; turns: with `mps: false`; two_servers: each with a copy of the
              weights; one_ahead: with one batch in flight and without `hold_requests`; strict: with `max_staleness: 0`;
-             trl: its defaults
+             no_logprobs: ours with an engine that makes no log-probabilities, where nothing is learnt from made-up
+             ones; trl: its defaults
   sampled    tokens of completions per second; trained counts prompts, too
   publish    median; waits and computing are means
+  speedup, of no logprobs   sampled tokens per second over those of the sides trl and no_logprobs, if they run
   memory     most that was taken of the GPU, by all processes
 """
 COLUMNS = {  # of the table: field, and how it is written
@@ -62,12 +64,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench loop",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("loop", DESCRIPTION)
     add = parser.add_argument
     add(
         "--latencies",
@@ -125,8 +122,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="of a side (default: %(default)s)",
     )
     add("--check", action="store_true", help=f"exit with code 1 if a ratio is above {LIMIT}")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 

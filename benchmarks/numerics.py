@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import requests
 
 from benchmarks.models import dtype, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.protocol import NUMERICS
 from trl_atropos.services.signals import install_handlers
@@ -50,14 +50,14 @@ class Sample(NamedTuple):
     versions: str  # of the first and the last token
 
 
+DESCRIPTION = """\
+Measure by how much the log-probabilities of trainer and server differ (nats), with each setting of
+`numerics`, and how many tokens per second server and trainer compute with it.
+"""
+
+
 def main(argv: list[str] | None = None) -> dict:
-    parser = Parser(
-        prog="trl-atropos bench numerics",
-        description="Measure by how much the log-probabilities of trainer and server differ "
-        "(nats), with each setting of `numerics`, and how many tokens per second "
-        "server and trainer compute with it.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("numerics", DESCRIPTION)
     add = parser.add_argument
     add("--numerics", default=",".join(NUMERICS), metavar="LIST", help="default: %(default)s")
     add(
@@ -94,8 +94,6 @@ def main(argv: list[str] | None = None) -> dict:
         choices=("float32", "bfloat16"),
         help="of the weights (default: bfloat16 on a GPU, else float32)",
     )
-    add("--json", action="store_true", help="print one JSON object in place of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     options = parser.parse_args(argv)
     options.numerics = options.numerics.split(",")
     if unknown := set(options.numerics) - set(NUMERICS):

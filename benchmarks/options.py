@@ -17,6 +17,35 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def new_parser(benchmark: str, description: str, epilog: str | None = None) -> Parser:
+    """Returns the parser of `trl-atropos bench BENCHMARK`, with the options for its result."""
+    parser = Parser(
+        prog=f"trl-atropos bench {benchmark}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of the table"
+    )
+    parser.add_argument(
+        "--output", type=writable, metavar="FILE", help="also write the JSON object to a file"
+    )
+    return parser
+
+
+def add_rounds(parser: Parser, default: int) -> None:
+    """Adds the option for how many rounds count."""
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=default,
+        metavar="N",
+        help="that count (default: %(default)s)",
+    )
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")

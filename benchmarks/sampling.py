@@ -2,7 +2,7 @@
 
 The same model stands in several processes side by side: vLLM's engine without a server, and `trl-atropos
 serve`, each with the fast path of log-probabilities and without it. One after the other is asked
-for the same number of tokens, in a random order in each round.
+for completions of the same length, in a random order in each round.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import sampling_equality
 from benchmarks.models import dtype, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
@@ -24,12 +24,14 @@ from trl_atropos.services.signals import install_handlers
 DESCRIPTION = """\
 Measure how fast the server samples, and what log-probabilities cost.
 
-Rows: the engine without a server (vLLM's AsyncLLM), and the server's routes with N clients that
-take whole completions. "vLLM's" has `--fast_logprobs false`. "no engine" is a route that answers at
-once: what HTTP and JSON cost. Medians of rounds that take turns in a random order.
+Rows: the engine without a server (vLLM's AsyncLLM), and the server's routes, with N clients that
+take whole completions and ask again at once. "vLLM's" has `--fast_logprobs false`. "no engine" is a
+route that answers at once: what HTTP and JSON cost. Medians of rounds that take turns in a random
+order; a round counts as many answers as there are clients.
 
   tokens_per_s  tokens sampled per second
   ratio         of the first row's, in the same round: an engine without log-probabilities
+  of_none       of the same route's, in the same round, asked for no log-probabilities
   front_us      processor time of the process with the API, or with AsyncLLM, in microseconds a token
   engine_us     processor time of the engine's process, likewise
 """
@@ -39,18 +41,14 @@ COLUMNS = {
     "row": "{}",
     "tokens_per_s": "{:.0f}",
     "ratio": "{:.2f}",
+    "of_none": "{:.2f}",
     "front_us": "{:.1f}",
     "engine_us": "{:.1f}",
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench sampling",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("sampling", DESCRIPTION)
     add = parser.add_argument
     add(
         "--params",
@@ -73,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of each completion (default: %(default)s)",
     )
-    add("--rounds", type=positive, default=5, metavar="N", help="that count (default: %(default)s)")
+    add_rounds(parser, 5)
     add(
         "--equal",
         type=positive,
@@ -81,8 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure nothing, and compare so many log-probabilities of the fast path with vLLM's "
         "own, bit for bit",
     )
-    add("--json", action="store_true", help="print one JSON object in place of the table")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 
@@ -116,24 +112,28 @@ def _table(result: dict) -> str:
 
 LOGPROBS = {"logprobs": 0}
 CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 0}
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-ROWS = [
-    Question(FLOOR, "engine", {}),
-    Question("engine, no log-probabilities, no text", "engine", {"detokenize": False}),
-    Question("engine, log-probabilities, vLLM's", "vLLM's engine", LOGPROBS),
-    Question("engine, log-probabilities", "engine", LOGPROBS),
-    Question("/generate, no log-probabilities", "server", {}, "/generate"),
-    Question("/generate, vLLM's", "vLLM's server", LOGPROBS, "/generate"),
-    Question("/generate", "server", LOGPROBS, "/generate"),
-    Question("/v1/completions, no log-probabilities", "server", {}, COMPLETIONS),
-    Question("/v1/completions, vLLM's", "vLLM's server", LOGPROBS, COMPLETIONS),
-    Question("/v1/completions", "server", LOGPROBS, COMPLETIONS),
-    Question("chat, no log-probabilities", "server", {}, CHAT),
-    Question("chat, vLLM's", "vLLM's server", CHAT_LOGPROBS, CHAT),
-    Question("chat", "server", CHAT_LOGPROBS, CHAT),
-    Question("no engine", "echo", LOGPROBS, "/generate"),
-]
+ROUTES = {  # each with the fields that ask for log-probabilities
+    "/generate": ("/generate", LOGPROBS),
+    "/v1/completions": ("/v1/completions", LOGPROBS),
+    "chat": ("/v1/chat/completions", CHAT_LOGPROBS),
+}
+
+
+def _rows() -> list[Question]:
+    """Returns what is asked of whom."""
+    rows = [
+        Question(FLOOR, "engine", {}),
+        Question("engine, no log-probabilities, no text", "engine", {"detokenize": False}),
+        Question("engine, log-probabilities, vLLM's", "vLLM's engine", LOGPROBS, without=FLOOR),
+        Question("engine, log-probabilities", "engine", LOGPROBS, without=FLOOR),
+    ]
+    for name, (route, fields) in ROUTES.items():
+        without = f"{name}, no log-probabilities"
+        rows.append(Question(without, "server", {}, route))
+        rows.append(Question(f"{name}, vLLM's", "vLLM's server", fields, route, without))
+        rows.append(Question(name, "server", fields, route, without))
+    rows.append(Question("no engine", "echo", LOGPROBS, "/generate"))
+    return rows
 
 
 def _measure(options: argparse.Namespace) -> dict:
@@ -164,24 +164,34 @@ def _measure(options: argparse.Namespace) -> dict:
 
 def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[dict]:
     """Asks everybody in each round, in a random order. The first round does not count."""
-    measured: dict[str, list[dict]] = {row.name: [] for row in ROWS}
+    questions = _rows()
+    measured: dict[str, list[dict]] = {question.name: [] for question in questions}
     rng = random.Random(0)
     for number in range(options.rounds + 1):
-        for row in rng.sample(ROWS, len(ROWS)):
-            figures = targets[row.target].measure(row, clients, options.tokens)
+        for question in rng.sample(questions, len(questions)):
+            figures = targets[question.target].measure(question, clients, options.tokens)
             if number:
-                measured[row.name].append(figures)
+                measured[question.name].append(figures)
         sys.stderr.write(f"{clients} clients: round {number} of {options.rounds}\n")
-    floors = [figures["tokens_per_s"] for figures in measured[FLOOR]]
     rows = []
-    for name, rounds in measured.items():
-        ratios = []
-        for figures, floor in zip(rounds, floors, strict=True):
-            ratios.append(figures["tokens_per_s"] / floor)
-        row = {"clients": clients, "row": name, "ratio": statistics.median(ratios)}
+    for question in questions:
+        rounds = measured[question.name]
+        ratios = _ratios(rounds, measured[FLOOR])
+        row = {"clients": clients, "row": question.name}
+        row["ratio"] = statistics.median(ratios)
         row["ratios"] = ratios
+        if question.without is not None:
+            row["of_none"] = statistics.median(_ratios(rounds, measured[question.without]))
         for field in ("tokens_per_s", "front_us", "engine_us"):
             values = [figures[field] for figures in rounds if figures[field] is not None]
             row[field] = statistics.median(values) if values else None
         rows.append(row)
     return rows
+
+
+def _ratios(rounds: list[dict], floors: list[dict]) -> list[float]:
+    """Returns the ratio of two rows' rates, in each round."""
+    ratios = []
+    for figures, floor in zip(rounds, floors, strict=True):
+        ratios.append(figures["tokens_per_s"] / floor["tokens_per_s"])
+    return ratios

@@ -16,7 +16,6 @@ import random
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -90,7 +89,7 @@ async def _measure(model: str, tokens: int) -> dict:
             raise SystemExit(f"the fast path is not on: {refusal}")
         rows = []
         for company, others in COMPANIES.items():
-            rows.append(await _compare(engine, company, others, tokens // len(COMPANIES)))
+            rows.append(await _compare(engine, company, others, -(-tokens // len(COMPANIES))))
         return {"rows": rows}
     finally:
         engine.shutdown()
@@ -106,14 +105,19 @@ async def _compare(engine, company: str, others: list[dict], tokens: int) -> dic
     got: dict[str, dict[int, Completion]] = {}
     asked: dict[str, dict] = {}
 
+    sampled = 0  # tokens of requests that have ended
+
     async def ask_until_enough() -> None:
-        while sum(_num_tokens(got)) < tokens:
+        nonlocal sampled
+        while sampled < tokens:
             number = next(numbers)
             name = f"{company.replace(' ', '-')}-{number}"
             prompt = _prompt(rng, number)
             asked[name] = {"prompt_token_ids": prompt, "fields": _fields(rng, number, others)}
             got[name] = {}
             await _ask(engine, name, asked[name], got[name], _aborted_after(rng, number))
+            if _is_compared(asked[name]):
+                sampled += sum(len(completion.tokens) for completion in got[name].values())
 
     publishing = asyncio.create_task(_publish(engine))
     await asyncio.gather(*(ask_until_enough() for _ in range(IN_FLIGHT)))
@@ -123,10 +127,9 @@ async def _compare(engine, company: str, others: list[dict], tokens: int) -> dic
     return {"company": company, **row, **seen["counts"], "runner": seen["runner"]}
 
 
-def _num_tokens(got: dict[str, dict[int, Completion]]) -> Iterator[int]:
-    for completions in got.values():
-        for completion in completions.values():
-            yield len(completion.tokens)
+def _is_compared(question: dict) -> bool:
+    """Returns whether a request takes the fast path."""
+    return question["fields"]["logprobs"] == 0
 
 
 def _prompt(rng: random.Random, number: int) -> list[int]:
@@ -219,8 +222,7 @@ def _differences(engine, asked: dict, got: dict, seen: dict[str, list]) -> dict[
     for name, parts in seen.items():
         parts_of[_external_name(name)] = parts
     for name, completions in got.items():
-        fields = asked[name]["fields"]
-        if fields["logprobs"] != 0:
+        if not _is_compared(asked[name]):
             continue
         for index, completion in completions.items():
             parts = parts_of.get((name, index), [[], [], []])

@@ -5,13 +5,14 @@ a server without an engine.
     python -m benchmarks.sampling_roles echo PORT TOKENS
 
 The engine's process is vLLM's own client, as a server has it: `AsyncLLM`. A question is a JSON
-object `{"clients": N, "tokens": N, "fields": {...}}`; the answer is a line on stdout,
-`{"seconds": float}`.
+object `{"clients": N, "tokens": N, "fields": {...}}`; the answer is a line on stdout, the figures
+of `sampling_load.measure`.
 """
 
 import asyncio
 import json
 import sys
+from functools import partial
 
 PROMPT = [7, 9, 11]  # behind a number of the client's own
 
@@ -23,12 +24,12 @@ def prompt_of(client: int) -> list[int]:
 
 async def run_engine(model: str, flags: list[str]) -> None:
     """Answers questions until stdin ends."""
-    import time
-
+    import psutil
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from benchmarks.sampling_load import measure
     from trl_atropos.server import sampled_logprobs
 
     sampled_logprobs.install()
@@ -42,32 +43,28 @@ async def run_engine(model: str, flags: list[str]) -> None:
         if not line:
             break
         question = json.loads(line)
-        begin = time.perf_counter()
-        completions = []
-        for client in range(question["clients"]):
-            completions.append(_complete(engine, client, question))
-        await asyncio.gather(*completions)
-        _say({"seconds": time.perf_counter() - begin})
+        ask = partial(_complete, engine, question["fields"])
+        _say(await measure(ask, question["clients"], question["tokens"], psutil.Process()))
     engine.shutdown()
 
 
-async def _complete(engine, client: int, question: dict) -> None:
+async def _complete(engine, fields: dict, client: int, tokens: int) -> None:
     """Samples one completion, as a route does for a client that takes it whole."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
         temperature=1.0,
-        max_tokens=question["tokens"],
+        max_tokens=tokens,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **question["fields"],
+        **fields,
     )
     prompt = {"prompt_token_ids": prompt_of(client)}
     async for output in engine.generate(prompt, params, f"bench-{client}"):
         (completion,) = output.outputs
-    if len(completion.token_ids) != question["tokens"]:
-        raise SystemExit(f"{len(completion.token_ids)} tokens came, not {question['tokens']}")
+    if len(completion.token_ids) != tokens:
+        raise RuntimeError(f"{len(completion.token_ids)} tokens came, not {tokens}")
 
 
 def _say(answer: dict) -> None:

@@ -1,5 +1,4 @@
-"""What `trl-atropos bench sampling` asks: processes that each have the same model, and how long they
-take for an answer."""
+"""What `trl-atropos bench sampling` asks: processes that each have the same model."""
 
 import asyncio
 import json
@@ -7,7 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,14 @@ import psutil
 import requests
 
 from benchmarks.models import dtype
+from benchmarks.sampling_load import measure
 from benchmarks.sampling_roles import ANSWER, prompt_of
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.services.manager import Services, free_port
 
 START_TIMEOUT = 600.0  # seconds
-ANSWER_TIMEOUT = 600.0  # seconds for all clients of one question
+ANSWER_TIMEOUT = 600.0  # seconds
 # Each of four engines gets as much of a GPU. Given by size, it is not measured: engines that start
 # side by side would see each other's.
 MEMORY_FLAGS = ["--gpu-memory-utilization", "0.15", "--kv-cache-memory-bytes", "8G"]
@@ -53,6 +52,7 @@ class Question:
     target: str  # a key of `start_targets`
     fields: dict  # of the request
     route: str | None = None  # None for an engine without a server
+    without: str | None = None  # the row that asks the same for no log-probabilities
 
 
 def start_targets(
@@ -88,41 +88,13 @@ class Target:
 
     process: psutil.Process  # that has the API
 
-    def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
-        """Asks for `tokens` for each of `clients` at once. Returns tokens per second, and the
-        processor time of both processes, in microseconds a token."""
-        engine = self.engine()
-        before = _seconds(self.process), _seconds(engine)
-        seconds = self.ask(question, clients, tokens)
-        after = _seconds(self.process), _seconds(engine)
-        total = clients * tokens
-        front_us = (after[0] - before[0]) / total * 1e6
-        engine_us = None
-        if engine is not None:
-            engine_us = (after[1] - before[1]) / total * 1e6
-        return {"tokens_per_s": total / seconds, "front_us": front_us, "engine_us": engine_us}
-
-    def engine(self) -> psutil.Process | None:
-        """Returns the engine's process: of the processes below, the one that is no tracker."""
-        for child in self.process.children():
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                return child
-        return None
-
     def wait_ready(self) -> None:
         """Returns when the process answers."""
         raise NotImplementedError
 
-    def ask(self, question: Question, clients: int, tokens: int) -> float:
-        """Returns the seconds from the first request to the last answer."""
+    def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
+        """Keeps `clients` requests in flight. Returns the figures of `sampling_load.measure`."""
         raise NotImplementedError
-
-
-def _seconds(process: psutil.Process | None) -> float:
-    if process is None:
-        return 0.0
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 class Engine(Target):
@@ -147,11 +119,11 @@ class Engine(Target):
         if (refusal is None) != self.is_fast:
             raise SystemExit(f"trl-atropos bench sampling: the wrong way is on: {refusal}")
 
-    def ask(self, question: Question, clients: int, tokens: int) -> float:
+    def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
         line = json.dumps({"clients": clients, "tokens": tokens, "fields": question.fields})
         self._popen.stdin.write(f"{line}\n")
         self._popen.stdin.flush()
-        return self._answer()["seconds"]
+        return self._answer()
 
     def _answer(self) -> dict:
         for line in self._popen.stdout:
@@ -197,9 +169,19 @@ class Server(Target):
         reply.raise_for_status()
         return reply.json()
 
-    def ask(self, question: Question, clients: int, tokens: int) -> float:
-        bodies = [self._body(question, client, tokens) for client in range(clients)]
-        return asyncio.run(_post_all(f"{self.url}{question.route}", bodies))
+    def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
+        return asyncio.run(self._measure(question, clients, tokens))
+
+    async def _measure(self, question: Question, clients: int, tokens: int) -> dict:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+            async def ask(client: int, tokens: int) -> None:
+                body = self._body(question, client, tokens)
+                await _post(session, f"{self.url}{question.route}", body)
+
+            return await measure(ask, clients, tokens, self.process)
 
     def _body(self, question: Question, client: int, tokens: int) -> bytes:
         prompt = prompt_of(client)
@@ -228,19 +210,9 @@ class Echo(Server):
         self._service = services.start("echo", command, health_url=f"{self.url}/health")
 
 
-async def _post_all(url: str, bodies: list[bytes]) -> float:
-    """Sends all requests at once. Returns the seconds until the last answer."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        begin = time.perf_counter()
-        await asyncio.gather(*(_post(session, url, body) for body in bodies))
-        return time.perf_counter() - begin
-
-
 async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     async with session.post(url, data=body, headers=headers) as reply:
         content = await reply.read()
         if reply.status != 200:
-            raise SystemExit(f"{url} answered {reply.status}: {content[:500]!r}")
+            raise RuntimeError(f"{url} answered {reply.status}: {content[:500]!r}")

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 
 DESCRIPTION = """\
@@ -58,12 +58,7 @@ COLUMNS = {  # of the table: field, and how it is written
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench step",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("step", DESCRIPTION)
     add = parser.add_argument
     add(
         "--params",
@@ -133,13 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of the second table (default: %(default)s)",
     )
-    add(
-        "--rounds",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="of all trainers (default: %(default)s)",
-    )
+    add_rounds(parser, 3)
     add(
         "--shapes",
         default="spread,equal",
@@ -154,8 +143,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--gradient_checkpointing", action="store_true", help="as in training arguments")
     add("--share_prompts", choices=("true", "false"), help="as in training arguments")
-    add("--json", action="store_true", help="print one JSON object in place of the tables")
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 

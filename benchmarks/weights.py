@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.models import PRESETS, config_fields, make_model
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services.signals import install_handlers
@@ -76,13 +76,7 @@ COLUMNS = {  # of the table: field, and how it is written
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench weights",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("weights", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add(
         "--modes",
@@ -135,12 +129,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="INDEX",
         help="GPU of the server (default: the trainer's); NCCL needs another one",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print one JSON object with a header and `rows` in place of the table",
-    )
-    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser
 
 

@@ -23,6 +23,7 @@ PARALLEL = {
     "-pcp": "--prefill-context-parallel-size",
     "-dp": "--data-parallel-size",
 }
+SHORT_NAMES = PARALLEL | {"-sc": "--speculative-config"}
 
 
 def stated_flags(argv: Iterable[str]) -> dict[str, str]:
@@ -47,7 +48,7 @@ def server_flags(argv: Iterable[str]) -> dict[str, str]:
     words = []
     for word in argv:
         name, equals, value = word.partition("=")
-        long_name = PARALLEL.get(name, name)
+        long_name = SHORT_NAMES.get(name, name)
         words.append(f"{long_name}{equals}{value}")
     flags = {}
     for name, value in stated_flags(words).items():

@@ -128,7 +128,7 @@ def test_trainers_of_step_benchmark_take_same_step():
 @pytest.mark.full
 @pytest.mark.slow(100)
 @pytest.mark.server
-@pytest.mark.parametrize("sides", ["strict", "trl,strict"])
+@pytest.mark.parametrize("sides", ["strict,no_logprobs", "trl,strict"])
 def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
     """Our side with a real server, API and environment; TRL's samples by Transformers, for want of
     a GPU."""
@@ -143,6 +143,9 @@ def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
     assert strict["staleness"] == 0
     if "trl" in rows:
         assert strict["speedup"] == strict["sampled_per_s"] / rows["trl"]["sampled_per_s"]
+    if "no_logprobs" in rows:
+        without = rows["no_logprobs"]["sampled_per_s"]
+        assert strict["of_no_logprobs"] == strict["sampled_per_s"] / without
     for row in rows.values():
         # the prompts
         assert row["trained_per_s"] - row["sampled_per_s"] == pytest.approx(4 * 16 / row["step_s"])

@@ -388,6 +388,18 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/server/openai_logprobs.py",
+        "is_whole = type(serving) is owner and not request.stream",
+        "is_whole = type(serving) is owner",
+        "tests/server/test_openai_logprobs.py::test_streams_and_other_routes_get_vllms_objects",
+    ),
+    Mutation(
+        "trl_atropos/server/openai_logprobs.py",
+        'f"{MARK}-{len(collected)}"',
+        'f"{MARK}"',
+        "tests/server/test_openai_logprobs.py::test_choices_keep_their_own_logprobs",
+    ),
+    Mutation(
+        "trl_atropos/server/openai_logprobs.py",
         "offset += len(text)",
         "offset += 1",
         "tests/server/test_openai_logprobs.py::test_answer_is_vllms_own",

@@ -1101,6 +1101,20 @@ MISTAKES = {
         "Leave `--tokenizer` out",
         "tokenizer",
     ),
+    "speculative decoding": checked(
+        {"start_vllm": True, "vllm_args": ["--spec-method", "ngram"]},
+        "with speculative decoding, what is sampled is not known to follow the policy",
+        "vllm_args: --spec-method ngram",
+        "Leave the flag out",
+        "vllm-flag",
+    ),
+    "another load format": checked(
+        {"start_vllm": True, "vllm_args": ["--load-format", "dummy"]},
+        "--load-format dummy: this server needs `--load-format trl_atropos_shared`",
+        "vllm_args: --load-format dummy",
+        "Leave the flag out",
+        "vllm-flag",
+    ),
     "no such chat template": checked(
         {"start_vllm": True, "vllm_args": ["--chat-template", "my.jinja"]},
         "The server's chat template is not there",

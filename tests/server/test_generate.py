@@ -112,6 +112,29 @@ def test_openai_route_tells_texts_of_logprobs(server):
     assert choice["logprobs"]["tokens"] == list(choice["text"]) and len(choice["text"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"prompt": "abc=", "logprobs": 0}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+    ],
+)
+def test_openai_routes_tell_same_logprobs_whole_and_in_parts(server, route, fields):
+    """Whole answers are encoded in another way than parts of a stream."""
+    body = {"model": "any", "max_tokens": 9, "temperature": 0, "ignore_eos": True, **fields}
+    url = f"{server.url}/v1/{route}"
+    (choice,) = requests.post(url, json=body, timeout=60).json()["choices"]
+    parts = []
+    with requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith(b"data: {"):
+                (part,) = json.loads(line.removeprefix(b"data: "))["choices"]
+                parts.append(part.get("logprobs") or {})
+    for field, values in choice["logprobs"].items():
+        joined = [value for part in parts for value in part.get(field, [])]
+        assert joined == values and len(joined) == 9
+
+
 def test_stop_string_or_length_ends_completion(server):
     reply = server.generate(prompt="abc=", n=32, max_tokens=40, stop=["a"], temperature=2.0).json()
     assert set(reply["finish_reasons"]) == {"stop", "length"}

@@ -14,7 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan, case_of
-from trl_atropos.flags import PARALLEL, parallel, server_flags, stated_flags
+from trl_atropos.errors import RecipeError
+from trl_atropos.flags import SHORT_NAMES, parallel, server_flags, stated_flags
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
@@ -82,7 +83,7 @@ def test_short_flag_names_match_vllm():
         for one, action in arguments._option_string_actions.items()
         if not one.startswith("--") and one != "-h"
     }
-    ours = {one: long.removeprefix("--").replace("-", "_") for one, long in PARALLEL.items()}
+    ours = {one: long.removeprefix("--").replace("-", "_") for one, long in SHORT_NAMES.items()}
     looked_for = {
         *ours.values(),
         "dtype",
@@ -99,7 +100,14 @@ def test_short_flag_names_match_vllm():
         "max_num_batched_tokens",
         "port",
     }
-    looked_for |= {"chat_template", "max_num_seqs", "seed", "served_model_name", "tokenizer"}
+    looked_for |= {
+        "speculative_config",
+        "chat_template",
+        "max_num_seqs",
+        "seed",
+        "served_model_name",
+        "tokenizer",
+    }
     assert {one: long for one, long in theirs.items() if long in looked_for}.items() <= ours.items()
     assert theirs.keys() >= {"-tp", "-pp", "-dp"}
 
@@ -158,10 +166,17 @@ def test_user_flags_win_over_defaults(given):
             ["--load_format=dummy"],
             "--load-format dummy: this server needs `--load-format trl_atropos_shared`",
         ),
+        (
+            ['--speculative-config={"method": "ngram"}'],
+            r"--speculative-config: with speculative decoding, .* Leave the flag out\.",
+        ),
+        (["-sc", "{}"], "--speculative-config: with"),
+        (["--speculative_config.method", "ngram"], r"--speculative-config\.method: with"),
+        (["--spec-method", "ngram"], "--spec-method: with"),
     ],
 )
 def test_flag_breaking_run_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         vllm_arguments("m", given, cpu=True)
 
 

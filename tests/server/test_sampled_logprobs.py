@@ -1,5 +1,6 @@
 """The fast path of log-probabilities: what it hands over, and that it is what vLLM would have."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from tests.forge import FORKED_ENGINES
 from trl_atropos.server import plugin, sampled_logprobs
+from trl_atropos.server.compat import EngineDeadError
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.server.sampled_logprobs import EMPTY, Decoder, SampledLogprobs, TextAtTheEnd
 
@@ -270,6 +272,21 @@ def test_missing_name_leaves_vllm_alone(monkeypatch):
     sampled_logprobs.install()
     assert OutputProcessor.process_outputs is process_outputs
     assert not hasattr(EngineCore, sampled_logprobs.QUESTION)
+
+
+def engine_that_answers(problem: Exception) -> SimpleNamespace:
+    async def call_utility_async(_question):
+        raise problem
+
+    return SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+
+
+def test_missing_plugin_is_told_from_dead_engine():
+    unknown = Exception("Call to it failed: 'EngineCoreProc' object has no attribute")
+    reason = asyncio.run(sampled_logprobs.refusal(engine_that_answers(unknown)))
+    assert "has not loaded the plugin `trl_atropos`" in reason and "no attribute" in reason
+    with pytest.raises(EngineDeadError):
+        asyncio.run(sampled_logprobs.refusal(engine_that_answers(EngineDeadError())))
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ SAMPLED_LOGPROBS = [
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
         (
             "_create_chat_logprobs(token_ids, top_logprobs, logprob_token_ids, return_as_token_id)",
+            "create_chat_completion(request)",
             "return_tokens_as_token_ids",
         ),
         OPENAI_LOGPROBS,
@@ -209,6 +210,7 @@ SAMPLED_LOGPROBS = [
         (
             "_create_completion_logprobs(token_ids, top_logprobs, logprob_token_ids, "
             "initial_text_offset, return_as_token_id)",
+            "create_completion(request)",
             "return_tokens_as_token_ids",
         ),
         OPENAI_LOGPROBS,
@@ -484,6 +486,19 @@ SOURCE = [
         MIDDLEWARE,
         CONTROL,
         until="0.29",
+    ),
+    *(
+        Lines(
+            f"vllm.entrypoints.openai.{route}.api_router:",
+            (
+                f"generator = await handler.create_{route}(request, raw_request)",
+                "return JSONResponse(\n            content=generator.model_dump(),\n"
+                "            headers=",
+            ),
+            "the route encodes a whole answer by its `JSONResponse`, in the handler's task",
+            OPENAI_LOGPROBS,
+        )
+        for route in ("chat_completion", "completion")
     ),
     Lines(
         "vllm.v1.engine.utils:",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_atropos.check.launch import Case, Launch, refused
+from trl_atropos.check.launch import Case, Launch, plan_of, refused
 from trl_atropos.check.scripts import ask_python, mistakes
 from trl_atropos.check.settings import requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
@@ -26,6 +26,7 @@ from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import AtroposClient
+from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environment_source import parse_script, reshaping_requests
@@ -62,7 +63,7 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
         elif not launch.elsewhere and _answers(url):
             yield from _wrong_answer(ServerClient(url, ANSWER).info, f"{setting}: {url}")
     if config.start_vllm:
-        yield from _flags(recipe)
+        yield from _flags(recipe, launch)
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         gpus, _ = parallel(recipe.vllm_flags())
@@ -82,9 +83,20 @@ def _wrong_answer(greet: Callable[[], Any], seen: str) -> Iterator[Finding]:
         yield finding
 
 
-def _flags(recipe: Recipe) -> Iterator[Finding]:
-    """Yields the flags of the server that vLLM does not have."""
-    for flag, meant in unknown_flags(recipe.vllm_flags(), recipe.training.vllm_mode).items():
+def _flags(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
+    """Yields the flags of the server that vLLM does not have, and that ours refuses."""
+    training = recipe.training
+    plan = plan_of(training, launch)
+    refuse = partial(
+        vllm_arguments,
+        recipe.model.model_name_or_path,
+        recipe.vllm_flags(),
+        cpu=plan is not None and plan.device == "cpu",
+        mode=training.vllm_mode,
+        numerics=training.numerics,
+    )
+    yield from refused(refuse)
+    for flag, meant in unknown_flags(recipe.vllm_flags(), training.vllm_mode).items():
         fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
         yield Finding("vLLM has no such flag", f"vllm_args: {flag}", fix, "vllm-flag")
 

@@ -143,7 +143,10 @@ class Control(ControlPlane):
 
     async def _announce_logprobs(self) -> None:
         """Says in the log which way the log-probabilities of sampled tokens take."""
-        refusal = await sampled_logprobs.refusal(self.engine)
+        try:
+            refusal = await sampled_logprobs.refusal(self.engine)
+        except compat.EngineDeadError:
+            return  # vLLM and `_watch_engines` say so
         if refusal is None:
             logger.info("Log-probabilities of sampled tokens take the fast way (one vector a step)")
         else:

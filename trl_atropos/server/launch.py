@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trl_atropos.activity import activity
-from trl_atropos.errors import AtroposTrainingError, ServiceError
+from trl_atropos.errors import AtroposTrainingError, RecipeError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
@@ -56,6 +56,10 @@ NUMERICS_FLAGS = {
     },
 }
 NUMERICS_VARIABLE = "TRL_ATROPOS_NUMERICS"
+# Begins vLLM's flags of speculative decoding: `--speculative-config`, its entries such as
+# `--speculative-config.method`, and `--spec-method`, `--spec-model` and `--spec-tokens`.
+SPECULATION = "--spec"
+REFUSED_FLAG = "vllm-flag"  # code of the errors
 # holds the text that a server prints below vLLM's own log when it is ready
 READY_VARIABLE = "TRL_ATROPOS_READY"
 
@@ -136,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments = vllm_arguments(
             options.model, given, cpu=cpu, mode=options.vllm_mode, numerics=options.numerics
         )
-    except ValueError as error:
+    except RecipeError as error:
         parser.error(str(error))
     # a service's log has it from vLLM
     if cpu and not _states_cache(stated) and sys.stderr.isatty():
@@ -171,8 +175,8 @@ def _refuse_unknown_flags(parser: argparse.ArgumentParser, mode: str, given: lis
 def vllm_arguments(
     model: str, given: list[str], *, cpu: bool, mode: str = "colocate", numerics: str = "default"
 ) -> list[str]:
-    """Returns the command line of vLLM's server. Raises `ValueError` if `given` contradicts
-    `REQUIRED`."""
+    """Returns the command line of vLLM's server. Raises `RecipeError` for flags in `given` that no
+    server of a trainer can have."""
     required = dict(REQUIRED)
     defaults = dict(DEFAULTS)
     stated = server_flags(given)
@@ -183,19 +187,14 @@ def vllm_arguments(
             defaults["--kv-cache-memory-bytes"] = str(CPU_CACHE_GIB << 30)
     required |= NUMERICS_FLAGS[numerics]
     if numerics == "bitwise" and cpu:
-        raise ValueError(
-            "--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU."
-        )
-    if "--api-key" in stated or os.environ.get("VLLM_API_KEY"):
-        raise ValueError(
-            "--api-key (or VLLM_API_KEY): neither `/generate` nor a trainer knows it, so that it "
-            "would protect nothing. Leave it out, unset the variable, and keep the address private."
-        )
+        what = "--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU"
+        raise RecipeError(what, "numerics: bitwise", "Use another value, or a GPU.")
+    _refuse_api_key(stated)
+    _refuse_speculation(stated)
     for flag, value in required.items():
         if stated.get(flag, value) != value:
-            raise ValueError(
-                f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out."
-            )
+            what = f"{flag} {stated[flag]}: this server needs `{flag} {value}`"
+            raise RecipeError(what, _seen(flag, stated), "Leave the flag out.", REFUSED_FLAG)
     arguments = ["--model", model, "--middleware", "trl_atropos.server.control.Control", *given]
     if MODES[mode].needs_adapter or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
@@ -208,6 +207,38 @@ def vllm_arguments(
         # compiling takes longer than it saves on small CPU models
         arguments.append("--enforce-eager")
     return arguments
+
+
+def _seen(flag: str, stated: Mapping[str, str]) -> str:
+    """Returns a flag as a recipe has it."""
+    return f"vllm_args: {flag} {stated[flag]}".rstrip()
+
+
+def _refuse_api_key(stated: Mapping[str, str]) -> None:
+    """Raises `RecipeError` for a key that a trainer does not send."""
+    if "--api-key" not in stated and not os.environ.get("VLLM_API_KEY"):
+        return
+    what = (
+        "--api-key (or VLLM_API_KEY): neither `/generate` nor a trainer knows it, so that it would "
+        "protect nothing"
+    )
+    fix = "Leave it out, unset the variable, and keep the address private."
+    seen = "vllm_args: --api-key" if "--api-key" in stated else "VLLM_API_KEY is set"
+    raise RecipeError(what, seen, fix, REFUSED_FLAG)
+
+
+def _refuse_speculation(stated: Mapping[str, str]) -> None:
+    """Raises `RecipeError` for speculative decoding, of which nobody has shown that it samples
+    from the policy."""
+    for flag in stated:
+        if flag.startswith(SPECULATION):
+            what = (
+                f"{flag}: with speculative decoding, what is sampled is not known to follow the "
+                "policy. vLLM's engine for the CPU reads temperatures of drafted tokens that it "
+                "never wrote (github.com/vllm-project/vllm/issues/55005) and ends if a request has "
+                "`top_k`; on a GPU it was not compared"
+            )
+            raise RecipeError(what, _seen(flag, stated), "Leave the flag out.", REFUSED_FLAG)
 
 
 def _states_cache(stated: Mapping[str, str]) -> bool:

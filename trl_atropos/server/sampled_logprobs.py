@@ -35,6 +35,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
 
+from trl_atropos.server.compat import EngineDeadError
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE
 
 # What the path relies on, with the arguments or fields that it knows, in vLLM 0.26 to 0.33.
@@ -106,7 +107,7 @@ def _sends_vectors(_engine: EngineCore) -> bool:
 
 async def refusal(engine) -> str | None:
     """Returns why `engine`, a client of vLLM's engine, does not take this path, or `None` if it
-    does."""
+    does. Raises vLLM's `EngineDeadError`, which concerns the whole server."""
     if not is_on():
         return f"it is switched off ({FAST_LOGPROBS_VARIABLE}=0)"
     missing = missing_names()
@@ -114,6 +115,8 @@ async def refusal(engine) -> str | None:
         return f"the installed vLLM lacks {', '.join(missing)}"
     try:
         await engine.engine_core.call_utility_async(QUESTION)
+    except EngineDeadError:
+        raise
     except Exception as problem:  # noqa: BLE001 - vLLM raises the base class with the engine's words
         return (
             "the engine's process has not loaded the plugin `trl_atropos` (entry point "
