@@ -11,15 +11,11 @@ when they end, also by an error or by Ctrl-C.
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from trl_atropos import train as main_job
 from trl_atropos.activity import activity
@@ -86,7 +82,7 @@ def run(
             Added to the trainer's own.
         **settings:
             Settings that replace those of the recipe, such as `max_steps=20` or
-            `environments=["my_environment.py"]`.
+            `environments=["my_environment.py"]`. All but `env`, whose variables are read before.
 
     Returns:
         `AtroposGRPOTrainer`: The trainer after the run. Its services have ended.
@@ -141,20 +137,16 @@ def start_services(recipe: str | os.PathLike[str], **settings: Any) -> Iterator[
 
 
 def _parse(recipe: str | os.PathLike[str], settings: Mapping[str, Any]) -> "Recipe":
-    """Returns the recipe with the settings, which are given to the parser as an overlay: so they
-    may be lists and mappings, too."""
+    """Returns the recipe with the settings, after what comes before CUDA begins: the recipe's
+    variables, and NVIDIA's MPS."""
     speak()
     argv = ["--config", os.fspath(recipe)]
-    with tempfile.TemporaryDirectory() as folder:
-        if settings:
-            overlay = Path(folder, "keyword arguments.yaml")
-            overlay.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
-            argv += ["--overlay", str(overlay)]
-        main_job.apply_recipe_environment(argv)
-        with activity("Reading the recipe"), main_job.without_vllm():
-            from trl_atropos.recipe import parse
+    stated = main_job.apply_recipe_environment(argv)
+    main_job.prepare_mps(stated | dict(settings))
+    with activity("Reading the recipe"), main_job.without_vllm():
+        from trl_atropos.recipe import parse
 
-            return parse(argv)
+        return parse(argv, settings)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -88,6 +89,7 @@ ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")
 ALSO_LISTS = ("vllm_server_base_url",)
 # One overlay is for many recipes, which differ in these.
 NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}
+KEYWORDS = "the keyword arguments"  # where the settings of a Python program stand
 QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
 HOW_TO_QUOTE = (
     "Flags of the server are a list in a recipe, and one quoted text on the command "
@@ -326,9 +328,9 @@ def _seen_by_parser(message: str) -> str:
     return f"{setting[1]}: {value[1]}"
 
 
-def parse(argv: list[str]) -> Recipe:
-    """Reads the command line and the recipe that it names. Raises `RecipeError` for anything that
-    you can mend."""
+def parse(argv: list[str], settings: Mapping[str, Any] | None = None) -> Recipe:
+    """Reads the command line and the recipe that it names. `settings` are those of a Python program
+    and replace the recipe's. Raises `RecipeError` for anything that you can mend."""
     overlays, argv = values_of("--overlay", argv)
     recipes, argv = values_of("--config", argv)
     if not recipes:
@@ -344,12 +346,16 @@ def parse(argv: list[str]) -> Recipe:
         _load_checked(path, known)  # only for its errors: the parser reads the file itself
     for overlay in overlays:
         parser.overlaid |= _overlay_settings(overlay, path, known)
+    sources = list(overlays)
+    if settings:
+        sources.append(KEYWORDS)
+        parser.overlaid |= _keyword_settings(settings, known)
     try:
         services, training, model, rest = parser.parse_args_and_config(
             argv, return_remaining_strings=True
         )
     except (ValueError, TypeError) as error:
-        raise _located(error, argv, path, overlays) from error
+        raise _located(error, argv, path, sources) from error
     if rest:
         raise _unknown_arguments(rest, argv, known)
     services = replace(services, vllm_args=_vllm_args(services.vllm_args))
@@ -384,8 +390,8 @@ def _unknown_arguments(words: list[str], argv: list[str], known: set[str]) -> Re
 def _located(
     error: Exception, argv: list[str], path: str | None, overlays: list[str]
 ) -> RecipeError:
-    """Returns the error of a configuration. It begins with the files' names, unless a flag of the
-    command line is wrong."""
+    """Returns the error of a configuration. It begins with the names of the recipe and of what
+    changes it, unless a flag of the command line is wrong."""
     place = ""
     if path is not None and not _is_about_flag(error, argv):
         files = " with ".join([path, *overlays])
@@ -442,6 +448,29 @@ def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[st
     return settings
 
 
+def _keyword_settings(settings: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Returns the keyword arguments of a Python program as a recipe would state them. Raises
+    `RecipeError` for names and types that are wrong."""
+    if "env" in settings:
+        what = f"`env` cannot be among {KEYWORDS}: the libraries have read their variables"
+        fix = "Set them in `os.environ` before you import anything, or in the recipe."
+        raise RecipeError(what, f"env: {settings['env']}", fix)
+    stated = {key: _as_in_yaml(value) for key, value in settings.items()}
+    _check_content(stated, KEYWORDS, known)
+    return stated
+
+
+def _as_in_yaml(value: Any) -> Any:
+    """Returns a Python value as YAML would give it: paths are text, tuples are lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_as_in_yaml(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _as_in_yaml(entry) for key, entry in value.items()}
+    return value
+
+
 def read_yaml(path: str) -> Any:
     """Returns the content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or
     `yaml.YAMLError`."""
@@ -453,9 +482,15 @@ def _load_checked(path: str, known: set[str], flag: str = "--config") -> dict[st
     """Returns the settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types
     that are wrong."""
     content = _load(path, flag)
+    _check_content(content, path, known)
+    return content
+
+
+def _check_content(content: dict[str, Any], place: str, known: set[str]) -> None:
+    """Raises `RecipeError` for keys and types that are wrong. `place` says where they stand."""
     for key, value in content.items():
         if key not in known and key != "env":
-            what = f"{path}: unknown key `{key}`"
+            what = f"{place}: unknown key `{key}`"
             fix = _suggest(str(key), known)
             raise RecipeError(what, f"{key}: {value}", fix, "unknown-key")
     hints: dict[str, Any] = {}
@@ -465,9 +500,8 @@ def _load_checked(path: str, known: set[str], flag: str = "--config") -> dict[st
         hint = hints.get(key, Any)
         wanted = _wanted(key, value, hint)
         if wanted is not None:
-            what = f"{path}: `{key}` is {value!r}"
+            what = f"{place}: `{key}` is {value!r}"
             raise RecipeError(what, f"{key}: {value}", f"Write {wanted}.")
-    return content
 
 
 def _load(path: str, flag: str) -> dict[str, Any]:

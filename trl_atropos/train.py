@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from operator import itemgetter
@@ -104,9 +104,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
         return print_help()
-    if str(stated.get("mps")).lower() in ("", "1", "t", "true", "y", "yes"):
-        start_mps(os.path.join(str(stated.get("output_dir", "trainer_output")), "logs"))
-    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
+    prepare_mps(stated)
     with activity("Importing PyTorch, Transformers and TRL"), without_vllm():
         from trl_atropos.recipe import parse
 
@@ -154,6 +152,25 @@ def apply_recipe_environment(argv: list[str]) -> dict[str, Any]:
         for name, value in variables.items():
             os.environ[str(name)] = str(value)
     return stated
+
+
+def prepare_mps(stated: Mapping[str, Any]) -> None:
+    """Starts NVIDIA's Multi-Process Service if the `stated` settings have `mps: true`, and gives
+    this process its place under it, below the server. Warns if CUDA has begun without it."""
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    if str(stated.get("mps")).lower() not in ("", "1", "t", "true", "y", "yes"):
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        warnings.warn(
+            "the run goes on without NVIDIA's MPS (`mps: true`): this program has used CUDA "
+            "before. Start it again (in a notebook: restart the kernel), and use CUDA only after "
+            "the run has begun",
+            stacklevel=1,
+        )
+        return
+    log_dir = os.path.join(str(stated.get("output_dir", "trainer_output")), "logs")
+    start_mps(log_dir)
 
 
 def start_mps(log_dir: str) -> None:

@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 import trl_atropos
 from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT
+from trl_atropos import embedded, train
 from trl_atropos.errors import RecipeError
 from trl_atropos.services.signals import Interrupted, handlers
 
@@ -54,6 +55,62 @@ def test_settings_of_a_call_are_checked_like_a_recipe(tmp_path):
         trl_atropos.start_services("no/such.yaml"),
     ):
         pass
+
+
+def test_keyword_arguments_replace_any_setting(tiny_model, tmp_path, monkeypatch):
+    """Also lists and paths, and those that an overlay may not have."""
+    monkeypatch.chdir(ROOT)
+    environment = Path("tests/end_to_end/one_by_one_environment.py")
+    recipe = embedded._parse(
+        "recipes/quickstart/colocate.yaml",
+        {
+            "model_name_or_path": tiny_model,
+            "output_dir": tmp_path,
+            "environments": [environment, {"path": environment, "name": "another"}],
+            "evaluations": [{"path": environment, "problems": 4}],
+            "vllm_args": ("--max-model-len", "256"),
+            "max_steps": 20,
+        },
+    )
+    assert [spec.name for spec in recipe.environments] == ["one_by_one_environment", "another"]
+    assert [spec.problems for spec in recipe.evaluations] == [4]
+    assert recipe.training.max_steps == 20
+    assert recipe.training.output_dir == str(tmp_path)
+    assert recipe.services.vllm_args == ["--max-model-len", "256"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"max_steps": [1]}, r"the keyword arguments: `max_steps` is \[1\]\. .* a whole number"),
+        ({"rollout_timeout": -2}, r"with the keyword arguments: `rollout_timeout` is -2"),
+        ({"environments": ["no/such.py"]}, r"there is no script 'no/such\.py'"),
+        ({"env": {"A": 1}}, r"`env` cannot be among .*`os\.environ`"),
+    ],
+)
+def test_wrong_keyword_argument_is_named(tiny_model, tmp_path, setting, told):
+    needed = {"model_name_or_path": tiny_model, "output_dir": tmp_path}
+    with pytest.raises(RecipeError, match=told):
+        trl_atropos.run(ROOT / "recipes/quickstart/colocate.yaml", **(needed | setting))
+
+
+@pytest.mark.parametrize("setting", [{"mps": True}, {}])
+def test_mps_of_recipe_and_call_is_started(tmp_path, monkeypatch, setting):
+    """Before anything uses CUDA, and thus before the recipe is checked."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"mps: {str(not setting).lower()}\noutput_dir: {tmp_path}/run\n")
+    started = []
+    monkeypatch.setattr(train, "start_mps", started.append)
+    with pytest.raises(RecipeError, match="`max_steps` is -1"):
+        trl_atropos.run(recipe, **setting)
+    assert started == [f"{tmp_path}/run/logs"]
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with (
+        pytest.warns(UserWarning, match=r"used CUDA before\. Start it again"),
+        pytest.raises(RecipeError, match="`max_steps` is -1"),
+    ):
+        trl_atropos.run(recipe, **setting)
+    assert len(started) == 1
 
 
 def test_handlers_of_the_program_are_back_after_a_run():
