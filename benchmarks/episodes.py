@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.models import config_fields
-from benchmarks.options import Parser, aligned, give_result, positive, writable
+from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.tree import make_tree
@@ -55,12 +55,7 @@ COLUMNS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="trl-atropos bench episodes",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("episodes", DESCRIPTION)
 
     def number(name: str, default: int, text: str) -> None:
         parser.add_argument(
@@ -85,15 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     number("--prompt", 256, "tokens of the prompt in the case `prompt`")
     number("--completion", 32, "tokens of each completion in the cases `prompt` and `plain`")
     number("--max_tokens", 16384, "of a micro-batch")
-    number("--rounds", 3, "of all ways")
+    add_rounds(parser, 3)
     parser.add_argument(
         "--gradient_checkpointing", action="store_true", help="as in training arguments"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of the table"
-    )
-    parser.add_argument(
-        "--output", type=writable, metavar="FILE", help="also write the JSON object to a file"
     )
     return parser
 
