@@ -36,7 +36,8 @@ rounds.
   loss        of the first step; all trainers must have the same (the plain loop has none)
   pass        of the step: the forward and backward that train, without the passes before and the optimizer
   tflops      of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
-  mfu         that, as a share of the GPU's peak in bfloat16, where that is known
+  mfu         that, as a share of the GPU's peak in bfloat16, where that is known; with attention (of causal pairs); and
+              by the formula that prime-rl has, which counts masked pairs, too, and no embedding
 
 A second table is computed, not timed: over 1,000 batches on several ranks, by how much the tokens of the slowest rank
 exceed the mean.
@@ -54,6 +55,15 @@ COLUMNS = {  # of the table: field, and how it is written
     "pass_ms": "{:.0f}",
     "tflops_per_s": "{:.3f}",
     "mfu": "{:.1%}",
+    "mfu_with_attention": "{:.1%}",
+    "mfu_by_prime_rl": "{:.1%}",
+}
+
+
+MFU = {  # of a row: the share of the peak, and what it is a share of
+    "mfu": "tflops_per_s",
+    "mfu_with_attention": "tflops_with_attention",
+    "mfu_by_prime_rl": "tflops_by_prime_rl",
 }
 
 
@@ -182,7 +192,7 @@ def run(options: argparse.Namespace) -> dict:
 
     from benchmarks.packed_loop import compiles
     from benchmarks.step_trainers import PACKED_LOOP, device_name, measure_balance, measure_shape
-    from trl_atropos.metrics.timing import peak_flops
+    from trl_atropos.metrics.flops import peak_flops
 
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
         rows = [
@@ -191,7 +201,8 @@ def run(options: argparse.Namespace) -> dict:
     device = device_name()
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for row in rows:
-        row["mfu"] = row["tflops_per_s"] * 1e12 / peak if peak else None
+        for mfu, tflops in MFU.items():
+            row[mfu] = row[tflops] * 1e12 / peak if peak else None
         row["speedup"] = _ratio(row, rows, "trl")
         row["of_loop"] = _ratio(row, rows, PACKED_LOOP)
     loop = {}

@@ -4,7 +4,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import PrinterCallback, TrainerCallback
+from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
@@ -23,6 +23,7 @@ from benchmarks.packed_loop import PackedLoop
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
+from trl_atropos.metrics.flops import AttentionFlops
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RolloutSource
@@ -234,8 +235,9 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
             clock, loss[name], size = train(name, model, folder, rows, options)
             clocks[name].append(clock)
             gc.collect()  # cycles hold the model's memory, which the next one needs
+    config = AutoConfig.from_pretrained(model)
     return [
-        _result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size)
+        _result(shape, name, clocks[name], rows, loss[name], size, config)
         for name in options.trainers
     ]
 
@@ -286,8 +288,15 @@ def _budget(rows: list[Rollout], options: argparse.Namespace) -> int:
 
 
 def _result(
-    shape: str, name: str, clocks: list[StepTime], useful: int, loss: float | None, size: int
+    shape: str,
+    name: str,
+    clocks: list[StepTime],
+    rows: list[Rollout],
+    loss: float | None,
+    size: int,
+    config: Any,
 ) -> dict[str, Any]:
+    useful = sum(_lengths(rows))
     step = statistics.median(clock.step for clock in clocks)
     training_pass = statistics.median(clock.training_pass for clock in clocks)
     return {
@@ -300,7 +309,43 @@ def _result(
         "kernels_per_token": clocks[0].kernels / useful if clocks[0].kernels else None,
         "loss": loss,
         "tflops_per_s": 6 * size * useful / training_pass / 1e12,
+        **_flops_with_attention(rows, 6 * size * useful, config, training_pass),
     }
+
+
+def _flops_with_attention(
+    rows: list[Rollout], of_weights: float, config: Any, seconds: float
+) -> dict[str, float]:
+    """Operations per second with attention: of causal pairs, as ours are counted, and of all pairs,
+    as prime-rl counts them."""
+    lengths = _lengths(rows)
+    attention = AttentionFlops.of(config).of_rollouts(rows)
+    of_prime_rl = prime_rl_flops(config, lengths)
+    return {
+        "tflops_with_attention": (of_weights + attention) / seconds / 1e12,
+        "tflops_by_prime_rl": of_prime_rl / seconds / 1e12,
+    }
+
+
+def prime_rl_flops(config: Any, lengths: Sequence[int]) -> float:
+    """
+    Returns the operations of a pass over rows of these lengths by the formula that prime-rl's
+    `PerfCounter` has (src/prime_rl/trainer/perf.py at 0e6c67f), for a dense model whose weights are
+    all trained.
+
+    They are 6 for each weight of a matrix that multiplies a token (no embedding and no norm, but
+    the head), and in each layer `12 * hidden_size` for each pair of tokens of a row, masked pairs
+    included.
+    """
+    heads = config.num_attention_heads * config.head_dim
+    key_heads = config.num_key_value_heads * config.head_dim
+    attention = config.hidden_size * (2 * heads + 2 * key_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    head = config.vocab_size * config.hidden_size
+    matrices = config.num_hidden_layers * (attention + mlp) + head
+    pairs = sum(length**2 for length in lengths)
+    of_attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
+    return float(6 * matrices * sum(lengths) + of_attention)
 
 
 def _lengths(rows: list[Rollout]) -> list[int]:

@@ -49,6 +49,7 @@ from trl_atropos.batches.micro_batches import Batch, Scores, TokenBudget, loss_s
 from trl_atropos.batches.schedule import BatchSchedule
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import held_on_main, together
+from trl_atropos.metrics.flops import BatchFlops, peak_flops
 from trl_atropos.metrics.gradients import GRADIENT_NOT_FINITE, GradientCheck
 from trl_atropos.metrics.monitor import BatchMonitor
 from trl_atropos.metrics.timing import (
@@ -58,8 +59,6 @@ from trl_atropos.metrics.timing import (
     SAVE,
     StepTimes,
     Stopwatch,
-    flops_per_token,
-    peak_flops,
     settle,
 )
 from trl_atropos.metrics.token_means import TokenMeans
@@ -156,6 +155,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
         # Norm in this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
+        self._batch_flops: BatchFlops | None = None  # known when training begins
         # Hyperparameters of the optimizer's groups, as this run's settings have made them.
         self._configured_groups: list[dict[str, Any]] = []
         no_dataset = Dataset.from_dict({"prompt": [""]})
@@ -306,9 +306,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 "model again."
             )
         peak = peak_flops(self.accelerator.device)
-        flops = flops_per_token(self.model)
-        if peak is not None and flops is not None:
-            self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
+        if peak is not None:
+            self._times.peak_flops = peak * self.accelerator.num_processes
+        self._batch_flops = BatchFlops.of(self.model)
         with activity("Opening the source of the rollouts"):
             self._supply.begin()
         self.evaluation.begin(self.state.global_step)
@@ -425,6 +425,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times.tokens = self._schedule.tokens_per_step(
             batch.num_sampled_tokens, batch.num_tokens
         )
+        if self._batch_flops is not None:
+            flops = self._batch_flops.of_rollouts(batch.rollouts)
+            self._times.flops = self._schedule.trained_per_step(flops)
 
     def _compare_with_sampler(self, scores: Batch) -> None:
         """Compares the policy's log-probabilities, `old_per_token_logps` of `scores`, with the

@@ -15,19 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import (
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     TrainerCallback,
 )
 
 from tests.rollout_factory import (
     arguments,
-    load_policy,
     make_trainer,
     record,
     step_logs,
@@ -37,6 +31,7 @@ from tests.rollouts.conftest import Api, restartable_api  # noqa: F401 - a fixtu
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.metrics import timing
+from trl_atropos.metrics.flops import flops_per_token
 from trl_atropos.metrics.timing import (
     COMPUTE,
     EVALUATE,
@@ -234,7 +229,7 @@ def test_tokens_of_step_are_counted_once(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model, tmp_path, *batches(tiny_model, 1, 4), num_iterations=2, max_steps=4, **settings
     )
-    trainer._times.most_tokens_per_second = 1e6
+    trainer._times.peak_flops = 1e6
     trainer.train()
     whole = sum(length for length, _ in numbers[0])
     sampled = sum(number for _, number in numbers[0])  # without holes in the mask
@@ -245,36 +240,9 @@ def test_tokens_of_step_are_counted_once(tiny_model, tmp_path):
         }
         assert worked_off["trained"] == pytest.approx(whole / 2)
         assert worked_off["sampled"] == pytest.approx(sampled / 4)
-        assert log["speed/mfu"] == pytest.approx(log["speed/trained_tokens_per_second"] / 1e6)
-
-
-def test_flops_per_token_are_those_of_weights(tiny_model, tmp_path):
-    model = load_policy(tiny_model)
-    number = sum(parameter.numel() for parameter in model.parameters())
-    assert timing.flops_per_token(model) == 6 * number
-    frozen = next(model.parameters())
-    frozen.requires_grad_(False)
-    try:
-        assert timing.flops_per_token(model) == 6 * number - 2 * frozen.numel()
-    finally:
-        frozen.requires_grad_(True)
-    with torch.device("meta"):
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        }
-        experts = [
-            Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32)
-            ),
-            # Its experts are known by the class of their module alone.
-            GraniteMoeForCausalLM(GraniteMoeConfig(**sizes, vocab_size=64, num_local_experts=4)),
-        ]
-    for model in experts:
-        assert timing.flops_per_token(model) is None  # a token passes only some
-    assert timing.peak_flops(torch.device("cpu")) is None
+        weights = log["speed/trained_tokens_per_second"] * flops_per_token(trainer.model) / 1e6
+        assert log["speed/mfu"] == pytest.approx(weights)
+        assert log["speed/mfu_with_attention"] > log["speed/mfu"]
 
 
 # ------------------------------------------------------------------------------------ the stopwatch

@@ -8,6 +8,7 @@ the middle of a generation batch, whose rest a run that resumes does not train.
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,10 +65,15 @@ class BatchSchedule:
         """Returns how many tokens of a generation batch an optimizer step takes: of the `sampled`
         ones, and of the `trained` ones, which every iteration trains on again."""
         accumulated = self._args.gradient_accumulation_steps
-        return {
-            "sampled": sampled * accumulated / self.steps_per_batch,
-            "trained": trained * accumulated / self._args.steps_per_generation,
-        }
+        per_step = {"sampled": sampled * accumulated / self.steps_per_batch}
+        return per_step | self.trained_per_step({"trained": trained})
+
+    def trained_per_step(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        """Returns which part of what a pass over a generation batch takes falls to one optimizer
+        step."""
+        accumulated = self._args.gradient_accumulation_steps
+        share = accumulated / self._args.steps_per_generation
+        return {name: amount * share for name, amount in amounts.items()}
 
     def warn_of_unfinished_batch(self, steps: int, optimizer_steps: int) -> None:
         """Warns of the run's first checkpoint in the middle of a generation batch. `steps` counts

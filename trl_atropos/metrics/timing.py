@@ -17,7 +17,6 @@ import torch
 from transformers import TrainerCallback
 
 from trl_atropos.activity import Activity, duration
-from trl_atropos.batches.packed_attention import has_experts
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
@@ -45,8 +44,6 @@ REMEMBERED = 16  # steps that say what is usual
 UNUSUAL = 2.0  # times as long as the longest of these
 
 DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
-# dense bfloat16, from the data sheets of the SXM parts
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 class Stopwatch:
@@ -160,7 +157,9 @@ class StepTimes(TrainerCallback):
     Attributes:
         tokens: of a step on the batch at hand: `sampled` ones, and those that it has `trained` on,
             prompts included.
-        most_tokens_per_second: by all GPUs' peak in bfloat16, if it is known.
+        flops: operations of such a step, by `metrics/flops.py`: those of the weights as `mfu`, and
+            with attention as `mfu_with_attention`, if they are known.
+        peak_flops: of all GPUs, per second in bfloat16, if it is known.
         watch: says what a step does that takes long.
     """
 
@@ -168,7 +167,8 @@ class StepTimes(TrainerCallback):
         self._stopwatch = stopwatch
         self._metrics = metrics
         self.tokens: dict[str, float] = {}
-        self.most_tokens_per_second: float | None = None
+        self.flops: dict[str, float] = {}
+        self.peak_flops: float | None = None
         self.watch = StepWatch(stopwatch)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -186,34 +186,10 @@ class StepTimes(TrainerCallback):
         for name, tokens in self.tokens.items():
             speed = tokens / step
             self._metrics[f"speed/{name}_tokens_per_second"].append(speed)
-        if self.tokens and self.most_tokens_per_second is not None:
-            speed = self.tokens["trained"] / step
-            self._metrics["speed/mfu"].append(speed / self.most_tokens_per_second)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Returns the operations per second of one device in bfloat16, if they are known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for known, tflops in PEAK_TFLOPS.items():
-        if known in name:
-            return 1e12 * tflops
-    return None
-
-
-def flops_per_token(model: torch.nn.Module) -> float | None:
-    """Returns the operations of a forward and a backward pass through the weights: 6 per parameter,
-    4 if it is not trained. Returns `None` for a mixture of experts, of which a token passes only
-    some."""
-    if has_experts(model):
-        return None
-    flops = 0
-    for parameter in model.parameters():
-        # DeepSpeed's shards know the size of the whole.
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        flops += size * (6 if parameter.requires_grad else 4)
-    return float(flops)
+        if self.peak_flops is None:
+            return
+        for name, flops in self.flops.items():
+            self._metrics[f"speed/{name}"].append(flops / step / self.peak_flops)
 
 
 def settle(device: torch.device) -> None:
