@@ -94,6 +94,11 @@ ELSEWHERE = [
         "atroposlib.cli.run_api",
     ),
     (
+        r"python -m benchmarks\.episode_means",
+        "tests/rollouts/test_episodes.py::test_mean_over_rows_unlearns_to_branch",
+        "benchmarks.episode_means",
+    ),
+    (
         r"trl-atropos eval",
         "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         '"eval"',

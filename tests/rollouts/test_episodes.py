@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import trl_atropos
+from benchmarks.episode_means import branching
 from tests.rollouts.conftest import admitted, assert_same_rows, make_group
 from tests.rollouts.trees import (
     Path,
@@ -207,6 +208,17 @@ def test_mean_counts_episodes():
     rows = admitted(group_of_rows(0, 3, 3, 3) | {"overrides": [{}, *[{"episode": 1}] * 3]})
     assert [(each.score, each.group_mean) for each in rows] == [(0, 1.5), (3, 1.5)]
     assert rows[1].tree.lengths.tolist() == [4, 2, 2]
+
+
+def test_mean_over_rows_unlearns_to_branch():
+    """The figure in the docs, of fewer seeds and steps."""
+    last = {}
+    for mean_over_rows in (True, False):
+        runs = [branching(200, seed, mean_over_rows=mean_over_rows) for seed in range(5)]
+        assert all(run[0] == 0.5 for run in runs)
+        last[mean_over_rows] = [run[-1] for run in runs]
+    assert max(last[True]) < 0.35
+    assert 0.4 < np.mean(last[False]) < 0.6
 
 
 def test_joined_rows_are_counted_beside_what_is_dropped():

@@ -194,6 +194,50 @@ def test_managed_server_rows_are_known_over_turns(policy, book, server):
     assert tagged(book, *rows) == [(old, old + 2)] + [(old + 2, old + 2)] * 4
 
 
+# Opens the reasoning in the prompt, and strips all but the end of earlier answers, as templates of
+# thinking models strip their reasoning.
+STRIPPING = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{{ message['content'][-2:] if message['role'] == 'assistant' else message['content'] }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+
+
+def test_nodes_of_managed_server_become_an_episode(policy, book, server):
+    """By one line, on a template that strips what was sampled. The server knows every call."""
+    client = VLLMServer(
+        APIServerConfig(
+            model_name="any",
+            tokenizer_name=server.model,
+            base_url=f"{server.url}/v1",
+            api_key="x",
+            server_type="vllm",
+        )
+    )
+    client.tokenizer.chat_template = STRIPPING
+
+    async def converse() -> list:
+        managed = ManagedServer(client, tokenizer=client.tokenizer)
+        messages = [{"role": "user", "content": "say a"}]
+        for _ in range(3):
+            reply = await managed.chat_completion(
+                messages=messages, max_tokens=8, temperature=1.0, n=1
+            )
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "again"})
+        return managed.get_state()["nodes"]
+
+    nodes = asyncio.run(converse())
+    assert len(nodes) == 3
+    item = episode(nodes)
+    assert len(item["overrides"]["branches"]) == 2
+    group = {name: [value] for name, value in item.items()} | {"scores": [1.0]}
+    (row,) = Intake(512, 1.0, "raw").admit([read_group(json.loads(json.dumps(group)))])
+    assert row.mask.sum() == sum(mask != -100 for node in nodes for mask in node.masked_tokens)
+    assert len(row.row) < sum(len(node.tokens) for node in nodes)
+    assert tagged(book, row) == [(policy.version, policy.version)]
+
+
 @pytest.mark.parametrize("helped", [True, False])
 def test_end_turn_avoids_doubled_end_token(server, helped):
     """`end_turn` of the template. Without it, Atropos has the token of the model and that of the
