@@ -1,7 +1,7 @@
 """A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
 `HOME`.
 
-It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial
+It has an environment in each of Atropos' two styles, one whose episodes branch, and an evaluation of each: one of partial
 scores, one of 0 and 1.
 """
 
@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -42,6 +43,9 @@ RUN_WITHIN = 400.0
 BY_GROUP = "recipes/quickstart/environment.py"
 # has only `collect_trajectory`, and scores of 0 and 1
 ONE_BY_ONE = "tests/end_to_end/one_by_one_environment.py"
+# has conversations whose template strips reasoning, so that its episodes branch
+BRANCHING = "tests/end_to_end/branching_environment.py"
+ENVIRONMENTS = ("by_group", "one_by_one", "branching")
 
 
 def write_recipe(folder: Path) -> Path:
@@ -58,6 +62,7 @@ def write_recipe(folder: Path) -> Path:
         "environments": [
             {"path": BY_GROUP, "name": "by_group"},
             {"path": ONE_BY_ONE, "name": "one_by_one"},
+            {"path": BRANCHING, "name": "branching"},
         ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
@@ -138,7 +143,7 @@ def test_ctrl_c_ends_run_and_leaves_no_process(story):
     assert story.interrupted.code == 130
     assert story.interrupted.left == []
     assert "Traceback" not in story.interrupted.output
-    services = ["atropos", "vllm", "environment-by_group", "environment-one_by_one"]
+    services = ["atropos", "vllm", *(f"environment-{name}" for name in ENVIRONMENTS)]
     assert [name for name in services if f"Stopped {name} in " not in after] == []
     assert story.checkpoint < STEPS
     farewell = re.search(r"trl_atropos: Interrupted \(SIGINT\)\. .*", after)
@@ -185,15 +190,30 @@ def test_rollouts_of_both_styles_know_policy_version(story):
     assert {
         log["rollouts/unknown_logprobs"] for log in logs if "rollouts/unknown_logprobs" in log
     } == {0.0}
-    for environment in ("by_group", "one_by_one"):
+    for environment in ENVIRONMENTS:
         assert sum(log.get(f"rollouts/rows_env_{environment}", 0.0) for log in logs) > 0
     rollouts = [
         rollout
         for path in (story.folder / "rollouts").glob("rows-*.arrow")
         for rollout in read_rollouts(path)
     ]
-    assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}  # of the two
+    assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}
     assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
+
+
+def test_episodes_with_stripped_reasoning_branch(story):
+    """Each turn leaves the one before, and all of its tokens know their version."""
+    episodes = [
+        rollout
+        for path in (story.folder / "rollouts").glob("rows-*.arrow")
+        for rollout in read_rollouts(path)
+        if rollout.environment == "branching"
+    ]
+    assert episodes
+    for episode in episodes:
+        assert len(episode.tree) == 3
+        assert episode.tree.parents.tolist() == [-1, 0, 1]
+        assert not np.isnan(episode.logprobs[episode.mask]).any()
 
 
 def test_parts_and_metrics_of_environment_are_logged_and_in_the_card(story):
@@ -252,7 +272,7 @@ def test_report_names_environments_and_evaluations(story):
     tiles = page.evaluate("document.getElementById('tiles').textContent")
     assert page.errors == []
     browser.close()
-    assert "Environmentsby_group, one_by_one" in tiles
+    assert "Environmentsby_group, one_by_one, branching" in tiles
     assert f"Steps{STEPS} of {STEPS}" in tiles
     assert "Evaluation partial, mean score" in tiles
     assert "Evaluation passes, pass@1" in tiles
