@@ -1,7 +1,9 @@
 """Rollouts that branch: from the wire to the row that is trained, and to disk and back."""
 
+import json
 import random
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollouts.conftest import admitted, assert_same_rows, make_group
+from tests.rollouts.malformed import junk
 from tests.rollouts.trees import (
     group_of,
     item_of,
@@ -18,9 +21,11 @@ from tests.rollouts.trees import (
     whole,
 )
 from trl_atropos.protocol import completion_key
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, from_table, to_table
 from trl_atropos.rollouts.tree import NO_PARENT
 from trl_atropos.rollouts.versions import turn_keys
+from trl_atropos.rollouts.wire import read_group
 from trl_atropos.rollouts.wire_values import RejectedGroup
 
 FIRST = {"tokens": [7, 8, 1, 2], "masks": [-100, -100, 1, 2]}
@@ -227,6 +232,46 @@ def test_wrong_branch_is_refused_with_its_place(change, message):
     with pytest.raises(RejectedGroup) as refusal:
         admitted(group, vocab_size=256)
     assert f"{place}{message}" in str(refusal.value)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_spoilt_branches_are_refused_or_read_as_json_reads_them(seed):
+    """One to three values anywhere in the overrides are junk. Nothing but a refusal comes of it, the
+    same for bytes and for objects, and nothing is trained that a refused group has."""
+    rng = random.Random(seed)
+    group = group_of([item_of(random_episode(rng)) for _ in range(2)])
+    for _ in range(rng.randint(1, 3)):
+        spoil(rng, group["overrides"])
+    outcomes = []
+    for raw in (json.loads(json.dumps(group)), json.dumps(group).encode()):
+        outcomes.append(read_group(raw))
+    first, second = outcomes
+    assert type(first) is type(second)
+    if isinstance(first, RejectedGroup):
+        assert str(first) == str(second)
+        return
+    intakes = [Intake(1000, 1.0, "raw", vocab_size=256) for _ in outcomes]
+    rollouts = [intake.admit([read]) for intake, read in zip(intakes, outcomes)]
+    assert_same_rows(*rollouts, but=("arrived",))
+    for rollout in rollouts[0]:
+        assert_is_tight(rollout)
+    for intake in intakes:
+        assert len(rollouts[0]) + intake.total_dropped.total() == 2
+
+
+def spoil(rng: random.Random, value: Any) -> None:
+    """Puts junk somewhere into lists and objects."""
+    while True:
+        places = list(value) if isinstance(value, dict) else range(len(value))
+        if not places:
+            return
+        place = rng.choice(places)
+        inner = value[place]
+        if not isinstance(inner, list | dict) or not inner or rng.random() < 0.1:
+            value[place] = junk(rng, -1, 2, [5], [], {"of": 0})
+            return
+        value = inner
 
 
 def test_branch_without_field_is_refused():
