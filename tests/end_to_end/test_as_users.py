@@ -1,8 +1,8 @@
 """A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
 `HOME`.
 
-It has an environment in each of Atropos' two styles, one whose episodes branch, and an evaluation of each: one of partial
-scores, one of 0 and 1.
+It has an environment in each of Atropos' two styles, and one whose episodes branch. It has an
+evaluation of partial scores, and one of 0 and 1.
 """
 
 import json
@@ -62,7 +62,9 @@ def write_recipe(folder: Path) -> Path:
         "environments": [
             {"path": BY_GROUP, "name": "by_group"},
             {"path": ONE_BY_ONE, "name": "one_by_one"},
-            {"path": BRANCHING, "name": "branching"},
+            # Atropos ends the episodes in flight of an environment that sees its own limit reached,
+            # and the others are quicker.
+            {"path": BRANCHING, "name": "branching", "config": {"max_batches_offpolicy": 8}},
         ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
