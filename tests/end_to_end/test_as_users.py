@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.forge import FORKED_ENGINES, WITHOUT_TORCH
 from tests.launching import ROOT, Run, free_urls, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.rollouts.rollout import Rollout
@@ -50,6 +51,9 @@ ENVIRONMENTS = ("by_group", "one_by_one", "branching")
 
 def write_recipe(folder: Path) -> Path:
     atropos_url, vllm_url = free_urls(2)
+    by_group = {"path": BY_GROUP, "env": WITHOUT_TORCH}
+    one_by_one = {"path": ONE_BY_ONE, "env": WITHOUT_TORCH}
+    branching = {"path": BRANCHING, "env": WITHOUT_TORCH}
     recipe = {
         "model_name_or_path": str(make_model(folder / "model")),
         "output_dir": str(folder / "run"),
@@ -60,16 +64,16 @@ def write_recipe(folder: Path) -> Path:
         "vllm_mode": "colocate",
         "vllm_args": ["--max-model-len", "512"],
         "environments": [
-            {"path": BY_GROUP, "name": "by_group"},
-            {"path": ONE_BY_ONE, "name": "one_by_one"},
+            by_group | {"name": "by_group"},
+            one_by_one | {"name": "one_by_one"},
             # Atropos ends the episodes in flight of an environment that sees its own limit reached,
             # and the others are quicker.
-            {"path": BRANCHING, "name": "branching", "config": {"max_batches_offpolicy": 8}},
+            branching | {"name": "branching", "config": {"max_batches_offpolicy": 8}},
         ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
-            {"path": BY_GROUP, "name": "partial", "problems": 32, "samples": 4, "every": 8},
-            {"path": ONE_BY_ONE, "name": "passes", "problems": 6, "samples": 2, "every": 8},
+            by_group | {"name": "partial", "problems": 32, "samples": 4, "every": 8},
+            one_by_one | {"name": "passes", "problems": 6, "samples": 2, "every": 8},
         ],
         "max_steps": STEPS,
         "save_steps": 2,
@@ -95,10 +99,17 @@ class Told:
     left: list[str]
 
 
-def train(recipe: Path, folder: Path, *flags: str, stop_at: Path | None = None) -> Told:
+def train(
+    recipe: Path,
+    folder: Path,
+    *flags: str,
+    stop_at: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> Told:
     """Types `trl-atropos train` into a terminal, and Ctrl-C when there is a file `stop_at`."""
     command = [str(BIN / "trl-atropos"), "train", str(recipe), *flags]
-    with Run(folder, folder.parent / "model", command=command, shell=SHELL, terminal=True) as run:
+    model = folder.parent / "model"
+    with Run(folder, model, command=command, env=env, shell=SHELL, terminal=True) as run:
         launcher = run.launcher
         if stop_at is not None:
             run.until(stop_at.exists, f"{stop_at} is there", RUN_WITHIN)
@@ -132,7 +143,8 @@ def story(tmp_path_factory) -> Story:
     recipe, folder = write_recipe(home), home / "run"
     interrupted = train(recipe, folder, stop_at=folder / "checkpoint-4" / "trainer_state.json")
     checkpoint = max(whole_checkpoints(str(folder)))
-    resumed = train(recipe, folder, "--resume_from_checkpoint", "true")
+    # What a shell of a user starts was seen in the first run; this one starts sooner.
+    resumed = train(recipe, folder, "--resume_from_checkpoint", "true", env=FORKED_ENGINES)
     command = [str(BIN / "trl-atropos"), "report", str(folder)]
     report = subprocess.run(
         command, cwd=ROOT, env=SHELL, capture_output=True, text=True, timeout=120, check=False

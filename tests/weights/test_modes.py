@@ -70,9 +70,9 @@ class FewBatches(AtroposSource):
 
 @contextmanager
 def rollouts(live: Live, folder: Path) -> Iterator[RolloutSource]:
-    """From a real environment where it can tell most: on a server that shares its memory. Else
-    recorded ones."""
-    if FULL or live.mode.vllm_mode == "colocate":
+    """Yields recorded rollouts, or with TRL_ATROPOS_FULL=1 those of a real environment. Its requests
+    take the routes of `Clients`; `test_as_users.py` and `test_quickstart.py` train on them."""
+    if FULL:
         with environment(live, folder) as atropos:
             yield FewBatches(atropos)
     else:

@@ -496,7 +496,7 @@ def main(argv: list[str] | None = None) -> None:
     flags += ["--numerics", options.numerics]
     url = url_of(options.host, options.port)
     try:
-        require_free_port(url, "the server", "give another one with `--port`")
+        require_free_port(url, "the server", "Give another one with `--port`.")
     except AtroposTrainingError as problem:
         sys.exit(fitted(f"trl-atropos serve: {problem}"))
     install_handlers()

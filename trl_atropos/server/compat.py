@@ -6,13 +6,16 @@ each of them, and for each name that is imported, in the installed vLLM, and `ma
 VLLM=0.33.0` in the source of another.
 """
 
+import logging
 import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
+from typing import Any
 
+import uvloop
 import vllm
 from packaging.version import Version
 from torch import nn
@@ -42,6 +45,30 @@ def run_server() -> None:
     except ImportError:  # 0.26, where it is a script
         main = partial(runpy.run_module, "vllm.entrypoints.openai.api_server", run_name="__main__")
     main()  # outside: no error of the server shall have this one for its cause
+
+
+def note_signals(noted: list[int]) -> None:
+    """Appends each signal that vLLM's event loop handles to `noted`. By vLLM's own end, nobody can
+    tell that a signal asked for it.
+
+    After a signal, vLLM logs no traceback of the engine any more: Ctrl-C ends it at the same time.
+    """
+    add_handler = uvloop.Loop.add_signal_handler
+
+    def add_noting_handler(
+        loop: uvloop.Loop, signum: int, callback: Callable[..., Any], *args: Any
+    ) -> None:
+        def note_and_call() -> None:
+            noted.append(signum)
+            callback(*args)
+
+        add_handler(loop, signum, note_and_call)
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not noted or record.exc_info is None
+
+    uvloop.Loop.add_signal_handler = add_noting_handler
+    logging.getLogger("vllm.v1.engine.async_llm").addFilter(is_wanted)
 
 
 async def pause(engine, clear_cache: bool) -> None:
