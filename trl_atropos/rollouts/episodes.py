@@ -176,19 +176,27 @@ def _lists_of(number: int, row: Any) -> list[list]:
         what = f"Row {number} of the episode has {len(values)} lists"
         fix = "A row is (tokens, masks, inference_logprobs) or (..., advantages)."
         raise RolloutError(what, fix=fix)
-    lists = [entry.tolist() if hasattr(entry, "tolist") else list(entry) for entry in values]
+    lists = [_as_list(entries) for entries in values]
     length = len(lists[0])
     for name, entries in zip(FIELDS, lists):
         if len(entries) != length:
             what = f"`{name}` of row {number} of the episode has {len(entries)} entries"
             fix = f"Give it one for each of the row's {length} tokens."
             raise RolloutError(what, fix=fix)
-    for place, (token, mask) in enumerate(zip(lists[0], lists[1])):
+    tokens, masks, *_ = lists
+    for place, (token, mask) in enumerate(zip(tokens, masks)):
         if mask not in (token, MASKED):
             what = f"masks[{place}] of row {number} of the episode is {mask!r}"
             fix = f"It must be the token itself, {token}, or {MASKED} for a token of the context."
             raise RolloutError(what, fix=fix)
     return lists
+
+
+def _as_list(entries: Any) -> list:
+    """Returns plain numbers, also of an array or a tensor: JSON knows no others."""
+    if hasattr(entries, "tolist"):
+        return entries.tolist()
+    return list(entries)
 
 
 # -------------------------------------------------------------------------------- rows sent as rows
@@ -263,13 +271,14 @@ def _joined(group: ScoredGroup, rows: list[int]) -> list[ScoredPath]:
     """Returns the paths of the rollout that some rows of a group are."""
     if len(rows) == 1:
         return group.paths(rows[0])
-    sent = [group.paths(i)[0] for i in rows]
+    tokens = [group.tokens[i] for i in rows]
+    trained = [group.trained[i] for i in rows]
     paths = []
-    folded = paths_of_rows([row.tokens for row in sent], [row.trained for row in sent])
-    for path in folded:
+    for path in paths_of_rows(tokens, trained):
         pieces = []
         for row, begin, end in path.sources:
-            pieces.append(cut_out(sent[row], slice(begin, end)))
+            sent = group.paths(rows[row])[0]
+            pieces.append(cut_out(sent, slice(begin, end)))
         paths.append(concatenated(pieces, of=path.of, at=path.at))
     return paths
 

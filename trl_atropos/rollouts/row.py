@@ -78,31 +78,36 @@ def _parts(paths: list[ScoredPath]) -> tuple[list[ScoredPath], Tree | None]:
     A part ends at its last trained token, or where the last of its children leaves it, whichever is
     later. A path that trains nothing and that no other path continues becomes no part.
     """
-    ends = []  # of each path, how many of its own tokens are needed
-    for path in paths:
+    lengths = [len(path.tokens) for path in paths]
+    tree = make_tree(lengths, [path.of for path in paths], [path.at for path in paths])
+    ends = _needed_tokens(paths, tree)
+    kept = np.flatnonzero(ends)
+    parts = []
+    for number in kept.tolist():
+        parts.append(cut_out(paths[number], slice(ends[number])))
+    if tree is None or not parts:
+        return parts, None
+    numbers = {NO_PARENT: NO_PARENT}  # new numbers of the parts, by those of the paths
+    for place, number in enumerate(kept.tolist()):
+        numbers[number] = place
+    parents = [numbers[parent] for parent in tree.parents[kept].tolist()]
+    return parts, make_tree(ends[kept], parents, tree.shared[kept])
+
+
+def _needed_tokens(paths: list[ScoredPath], tree: Tree | None) -> np.ndarray:
+    """Returns how many of its own tokens each path needs, `(n,)`; 0 if nobody needs it."""
+    ends = np.zeros(len(paths), np.int64)
+    for number, path in enumerate(paths):
         trained = np.flatnonzero(path.trained)
         if path.at == 0:
             trained = trained[trained > 0]  # A context's first token has nothing before it.
-        ends.append(int(trained[-1]) + 1 if len(trained) else 0)
-    parents = [path.of for path in paths]
-    shared = [path.at for path in paths]
-    tree = make_tree([len(path.tokens) for path in paths], parents, shared)
-    if tree is not None:
-        parents = tree.parents.tolist()  # those whose own tokens a path leaves
-        for number in reversed(range(len(paths))):
-            parent = parents[number]
-            if ends[number] and parent != NO_PARENT:
-                needed = shared[number] - shared[parent]
-                ends[parent] = max(ends[parent], needed)
-    parts = []
-    places: dict[int, int] = {NO_PARENT: NO_PARENT}  # of the paths, among the parts
-    for number, (path, end) in enumerate(zip(paths, ends)):
-        if end:
-            places[number] = len(parts)
-            parts.append(cut_out(path, slice(end)))
-    lengths = [len(part.tokens) for part in parts]
-    kept_parents = [places[parents[number]] for number in places if number != NO_PARENT]
-    kept_shared = [part.at for part in parts]
-    if not parts:
-        return [], None
-    return parts, make_tree(lengths, kept_parents, kept_shared)
+        if len(trained):
+            ends[number] = trained[-1] + 1
+    if tree is None:
+        return ends
+    for number in reversed(range(len(paths))):
+        parent = tree.parents[number]
+        if ends[number] and parent != NO_PARENT:
+            needed = tree.shared[number] - tree.shared[parent]
+            ends[parent] = max(ends[parent], needed)
+    return ends

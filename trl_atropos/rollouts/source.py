@@ -262,7 +262,8 @@ class AtroposSource:
         """
         Returns metrics since the last call.
 
-        - Of the rollouts that came in: the counts of `Intake.metrics`.
+        - Of the rollouts that came in: the counts of `Intake.metrics`. Rows that were joined to
+          others of their episode (`rollouts/joined_rows`) are not dropped.
         - Of those that were dropped: `rollouts/dropped_REASON`, `rollouts/share_dropped` and
           `rollouts/lost_batches`.
         - Of those handed out: `rollouts/staleness_mean` and `_max` (optimizer steps),
