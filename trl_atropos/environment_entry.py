@@ -270,7 +270,8 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
     folder = spec.cwd or ""
     if spec.cwd is not None and not os.path.isdir(folder):
         what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"
-        raise RecipeError(what, f"cwd: {spec.cwd}", "Correct it.", "environment-program")
+        fix = "Name a folder that exists, or leave `cwd` out for the folder of the run."
+        raise RecipeError(what, f"cwd: {spec.cwd}", fix, "environment-program")
     program = command[0] if command else ""
     place = program
     if "/" in program:
