@@ -136,7 +136,8 @@ class ControlPlane:
     A subclass has `server`, which runs this app, and `trainer_left`, which is called when a lease
     ends, before another trainer may take it. It also has the handlers, which take the body of a
     request and return the answer: `questions`, by method and path, answer at any time; `changes`,
-    by path of POST requests, run one after the other.
+    by path of POST requests, run one after the other. `answer_about_sessions` answers requests to
+    `/trl_atropos/sessions`, from whose path the id of a session has been taken.
     """
 
     def __init__(self) -> None:
@@ -176,9 +177,13 @@ class ControlPlane:
         evaluation = evaluation_key(request.headers.get("authorization", ""))
         EVALUATION.set(evaluation)
         if self.holding and evaluation is None and not self.has_token(request):
-            turn = asyncio.get_running_loop().create_future()
-            self.waiting.append(turn)
-            await turn
+            await self.until_turn()
+
+    async def until_turn(self) -> None:
+        """Waits until a hold ends or admits this one of those that wait."""
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        await turn
 
     async def until_open(self) -> None:
         """Waits out a pause. Raises `Refused` if the server cannot serve any more."""
@@ -204,6 +209,9 @@ class ControlPlane:
         elif path == "/lease" and request.method == "POST":
             await self._hold_lease(request, send)
             return
+        elif path.startswith("/sessions"):
+            work = self.answer_about_sessions(request)
+            response = await answer(work, f"the control request {path}", fatal)
         else:
             response = await answer(self._call(request, path), f"the control request {path}", fatal)
         await response(request.scope, request.receive, send)
@@ -341,10 +349,10 @@ class History:
     """Remembers which version was sampled from at which time. Time is counted in publishes, because
     a version may come again: a new trainer begins at any version."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_version: int = 0) -> None:
         self.publishes = 0  # so far
         # By adapter id, `None` for the model itself: (publish, version from then on).
-        self._published: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
+        self._published: dict[int | None, list[tuple[int, int]]] = {None: [(0, first_version)]}
 
     def publish(self, version: int, adapter_id: int | None) -> None:
         """Notes that from now on, the adapter with this id holds `version`, or the model itself if
