@@ -7,6 +7,7 @@ the weights it takes, the versions it sampled, the requests it refused.
 """
 
 import hashlib
+import hmac
 import json
 import os
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 10  # trainer and server must have the same
 ROUTE_PREFIX = "/trl_atropos"  # of the control routes
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"  # holds the token that the control routes require
+# holds the token that opens, reads and ends sessions, and does nothing else, for environments
+SESSION_TOKEN_VARIABLE = "TRL_ATROPOS_SESSION_TOKEN"
 
 LEASE_BEGINNING = b"held\n"  # of the response that stays open while a trainer holds the server
 
@@ -55,6 +58,12 @@ def environment_token() -> str:
         )
         raise AtroposTrainingError(what, kind, fix, "token")
     return token
+
+
+def session_token(control_token: str) -> str:
+    """Returns the token of `SESSION_TOKEN_VARIABLE`, from which nobody can compute the control
+    token."""
+    return hmac.new(control_token.encode(), b"sessions", hashlib.sha256).hexdigest()
 
 
 def evaluation_key(authorization: str) -> str | None:
@@ -452,3 +461,10 @@ class SessionsReply(Strict):
     # of all sessions since the server was started: "opened", "ended/REASON", and the sums of the
     # counts of ended sessions
     counts: dict[str, int]
+
+
+class LoadReply(Strict):
+    """Answer of `GET /trl_atropos/load`: how busy a server is."""
+
+    in_flight: int  # requests for samples, of sessions and others
+    sessions: int  # open ones

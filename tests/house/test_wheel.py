@@ -40,7 +40,7 @@ STEPS = "100"  # of the recipe's 150: the reward is then 0.7 to 0.8
 TASK = "a_rather_long_name"  # so that messages with its paths take several lines
 FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer does not have
 CONTROL = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
+COMMANDS = ("train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench")
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:

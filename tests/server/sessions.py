@@ -1,5 +1,7 @@
 """A client of a session, which knows its URL alone, and what its server has kept, read strictly."""
 
+import json
+
 import requests
 import torch
 
@@ -79,3 +81,10 @@ def worst_difference(
         expected = logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]
         worst = max(worst, (expected - torch.tensor(segment.logprobs)).abs().max().item())
     return worst
+
+
+def request_of(path: str, body: dict, *headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    head.append(f"content-length: {len(content)}")
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + content

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingType, StructuredOutputsParams
 
 from trl_atropos.protocol import SamplingSettings, SessionQuery
 from trl_atropos.server import compat
-from trl_atropos.server.plane import History, Refused
+from trl_atropos.server.plane import History, Ledger, Refused
 from trl_atropos.server.session_capture import Capture, params_for, reason_against
 from trl_atropos.server.sessions import Call, Session
 
@@ -80,7 +80,8 @@ def captured(history: History, read_logprobs=None, publishes: int = 0) -> Sessio
     """A session with one completion, in the midst of which some publishes came."""
     call = call_with()
     read = read_logprobs or (lambda sampled: [-0.5] * len(sampled.token_ids))
-    capture = Capture(call, SamplingSettings(), True, None, history, None, read)
+    plane = SimpleNamespace(ledger=Ledger())
+    capture = Capture(call, SamplingSettings(), True, plane, history, None, read)
     for version in range(40, 40 + publishes):
         history.publish(version, None)
     capture.states.append(State())

@@ -16,6 +16,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.server.session_faults import inflict, kinds
 from tests.server.sessions import (
     CHAT,
     COMPLETIONS,
@@ -23,12 +24,21 @@ from tests.server.sessions import (
     TOLERANCE,
     Client,
     paths,
+    request_of,
     sampled,
     worst_difference,
 )
 from tests.server_process import Server
 from tests.weights.versions import MovingPolicy
-from trl_atropos.protocol import EVALUATION_KEY, SessionsReply
+from trl_atropos.protocol import (
+    EVALUATION_KEY,
+    Note,
+    SamplingSettings,
+    SessionsReply,
+    VersionsReply,
+    completion_key,
+    session_token,
+)
 from trl_atropos.server_client import ServerClient
 
 pytestmark = pytest.mark.server
@@ -177,6 +187,20 @@ def test_kept_logprobs_are_those_of_the_model(server, reference):
     assert [call.call for call in reply.calls] == [0, 0, 0, 1, 2, 2, 2, 2, 3]
 
 
+def test_trainer_finds_versions_of_kept_completions(server):
+    """By the same key as those of other requests, also of a completion whose client went away."""
+    client = Client(server, settings={"temperature": 0.5})
+    client.post(n=2)
+    reply = client.delete()
+    keys = []
+    for segment, path in zip(reply.segments, paths(reply), strict=True):
+        length = len(segment.logprobs)
+        keys.append(completion_key(path[:-length], path[-length:], segment.logprobs).hex())
+    answer = server.control("POST", "/versions", {"keys": keys}).json()
+    notes = VersionsReply.model_validate(answer).notes()
+    assert notes == [Note((0, 0), SamplingSettings(temperature=0.5))] * 2
+
+
 def test_turn_that_begins_with_a_path_continues_it(server):
     client = Client(server)
     seen = [64, 65, 66]
@@ -229,13 +253,6 @@ def test_token_that_nobody_sees_is_marked(server):
 
 
 # ----------------------------------------------------------------------------- clients that go away
-
-
-def request_of(path: str, body: dict, *headers: str) -> bytes:
-    content = json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
-    head.append(f"content-length: {len(content)}")
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + content
 
 
 @contextmanager
@@ -389,6 +406,31 @@ def test_no_path_leads_elsewhere_or_to_another_session(server):
         for headers in ({}, {"authorization": f"Bearer {client.id}"}):
             assert requests.get(server.url + path, headers=headers, timeout=10).status_code == 401
     assert not client.delete().segments and not other.delete().segments
+
+
+def test_token_of_sessions_does_nothing_else(server):
+    client = Client(server)
+    token = session_token(server.token)
+
+    def asked(method: str, route: str) -> int:
+        return server.control(method, route, {}, token=token).status_code
+
+    assert asked("GET", "/load") == asked("GET", f"/sessions/{client.id}") == 200
+    opened = server.control("POST", "/sessions", {}, token=token).json()["id"]
+    assert (
+        asked("DELETE", f"/sessions/{opened}") == asked("DELETE", f"/sessions/{client.id}") == 200
+    )
+    for method, route in (
+        ("GET", "/sessions"),
+        ("GET", "/info"),
+        ("POST", "/front/begin"),
+        ("POST", "/lease"),
+        ("POST", "/pause"),
+        ("GET", "/front/sessions"),
+        ("POST", "/front/open"),
+        ("GET", "/sessionsx"),
+    ):
+        assert asked(method, route) == 401, route
 
 
 def test_fields_and_headers_of_a_call_reach_no_other_client(server):
@@ -583,3 +625,21 @@ def test_each_token_is_of_the_version_that_is_noted_for_it(server):
         assert crossing >= 8, "hardly a publish fell into the calls"
     finally:
         policy.put_back()
+
+
+@pytest.mark.parametrize(
+    "count", [70, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.slow(200)])]
+)
+def test_kept_tokens_are_those_that_vllm_counts(server, count):
+    """Whatever agents do: delivered tokens are kept, to the token."""
+    replies, generated = inflict(server, count)
+    tokens = sum(reply.counts["tokens"] for reply in replies)
+    assert tokens == generated > 10 * count
+    for reply in replies:
+        assert reply.counts["in_flight"] == 0
+        assert reply.counts["tokens"] == sum(map(len, sampled(reply)))
+        marked = sum(n for name, n in reply.counts.items() if name.startswith("marked/"))
+        assert marked == 0
+    seen = kinds(replies)
+    wanted = {"length", "abort", "refused/ended", "refused/tokens", "refused/calls", "refused/body"}
+    assert wanted <= seen.keys(), seen

@@ -86,6 +86,8 @@ class Front(ControlPlane):
     ) -> None:
         super().__init__()
         self.engine = Engine(options.model, flags, options.seed, session)
+        self.sessions = FrontSessions(self, self.engine)
+        self.answer_about_sessions = self.sessions.control
         # seconds that a pause waits for the requests in flight
         self.drain_timeout = options.drain_timeout
         self.policy_version = 0  # requests that go through now sample from it
@@ -94,13 +96,12 @@ class Front(ControlPlane):
         self.ended = asyncio.get_running_loop().create_future()  # is done when `broken` is known
         self.exit_code = 1
         self.server = _Server(self, options.host, options.port)
-        self.sessions = FrontSessions(self, self.engine)
-        self.answer_about_sessions = self.sessions.control
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
             ("POST", "/evaluation"): self.evaluations.answer,
             ("GET", "/refusals"): self.refusals,
+            ("GET", "/load"): self.sessions.load,
         }
         self.changes = {
             "/attach": Change(self.attach),

@@ -11,7 +11,7 @@ import re
 import aiohttp
 
 from trl_atropos.front.engine import Engine
-from trl_atropos.protocol import SESSION_PREFIX, SessionQuery
+from trl_atropos.protocol import SESSION_PREFIX, LoadReply, SessionQuery
 from trl_atropos.server.plane import ControlPlane, Refused
 from trl_atropos.server.sessions import SessionRoutes, Sessions
 
@@ -87,6 +87,16 @@ class FrontSessions(SessionRoutes):
             return await self._kept.content(session_id, ends)
         reply = await self._ask("/front/session", {"id": session_id, "ends": ends})
         return reply["session"]
+
+    async def load(self, _body: dict) -> dict:
+        """Returns the fields of `LoadReply`."""
+        if self._are_here:
+            return LoadReply(in_flight=0, sessions=self._kept.num_open).model_dump()
+        try:
+            return await self.engine.ask("GET", "/load")
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            kind = type(problem).__name__
+            raise Refused(f"the engine did not say how busy it is ({kind})", 503) from None
 
     async def summary(self) -> dict:
         """Returns the list of sessions."""

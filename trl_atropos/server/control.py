@@ -102,6 +102,7 @@ class Control(ControlPlane):
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
             ("POST", "/evaluation"): self.evaluations.answer,
+            ("GET", "/load"): self.load,
             ("GET", "/versions"): lambda body: {"keys": self.ledger.keys()},  # for the front
             ("GET", "/refusals"): lambda body: self.refusals.answer(),
             # for the front, which keeps sessions while it restarts this server
@@ -291,6 +292,12 @@ class Control(ControlPlane):
         query = protocol.VersionsQuery.model_validate(body)
         notes = self.ledger.find(query.keys)
         return protocol.VersionsReply.of(notes).model_dump()
+
+    def load(self, _body: dict) -> dict:
+        """Returns the fields of `LoadReply`."""
+        in_flight = self.sampling.in_flight.total()
+        reply = protocol.LoadReply(in_flight=in_flight, sessions=self.sessions.num_open)
+        return reply.model_dump()
 
     # ----------------------------------------------------------------- questions of the front alone
 

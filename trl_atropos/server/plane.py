@@ -40,12 +40,14 @@ from trl_atropos.protocol import (
     Span,
     evaluation_key,
     reason_in,
+    session_token,
 )
 
 logger = logging.getLogger("vllm.trl_atropos")
 
 # seconds that a new trainer waits for the lease: a former one's connection may just be closing
 LEASE_WAIT = 1.0
+HIDDEN = "SESSION"  # stands for the id of a session in a path
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
 # Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone
 # after 10 + 4 * 5 = 30 s.
@@ -194,15 +196,24 @@ class ControlPlane:
 
     def has_token(self, request: Request) -> bool:
         """Returns whether the request has the control token."""
-        given = request.headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+        return _has(request, self.token)
+
+    def _may_ask(self, request: Request, path: str) -> bool:
+        """Returns whether the request has a token for a control route."""
+        if self.has_token(request):
+            return True
+        opens = path == "/sessions" and request.method == "POST"
+        # all of them together would tell one environment the sessions of another
+        if not opens and path not in ("/load", f"/sessions/{HIDDEN}"):
+            return False
+        return _has(request, session_token(self.token))
 
     async def control(
         self, request: Request, send, fatal: tuple[type[Exception], ...] = ()
     ) -> None:
         """Answers a request to a route under `/trl_atropos/`."""
         path = request.scope["path"].removeprefix(ROUTE_PREFIX)
-        if not self.has_token(request):
+        if not self._may_ask(request, path):
             response = error(401, "the control token is missing or wrong")
         elif self.broken is not None:
             response = error(503, self.broken)
@@ -267,6 +278,11 @@ class ControlPlane:
                 await self.trainer_left()
             finally:
                 self.lease.release()
+
+
+def _has(request: Request, token: str) -> bool:
+    given = request.headers.get("authorization", "")
+    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:

@@ -13,10 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from trl_atropos.protocol import SamplingSettings, SessionSettings, Span
+from trl_atropos.protocol import (
+    Note,
+    SamplingSettings,
+    SessionSettings,
+    Span,
+    completion_key,
+)
 from trl_atropos.server import compat
 from trl_atropos.server.plane import ControlPlane, History, Refused
 from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB
@@ -165,10 +172,19 @@ class Capture:
             "reason": reason,
             "versions_known": are_known,
         }
-        self.session.keep(call, state.prompt_token_ids, tokens, logprobs, versions)
+        prompt = np.array(state.prompt_token_ids, dtype=np.int32)
+        self.session.keep(call, prompt, tokens, logprobs, versions)
+        if versions:
+            self._note((versions[0][0], versions[-1][0]), prompt, tokens, logprobs)
+
+    def _note(
+        self, span: Span, prompt: np.ndarray, tokens: list[int], logprobs: list[float]
+    ) -> None:
+        """Notes a completion as those of no session are noted: a trainer asks for it by its key."""
+        self.plane.ledger.note(completion_key(prompt, tokens, logprobs), Note(span, self.settings))
         evaluation = self.session.query.evaluation
-        if evaluation is not None and versions:
-            self.plane.evaluations.note(evaluation, (versions[0][0], versions[-1][0]))
+        if evaluation is not None:
+            self.plane.evaluations.note(evaluation, span)
 
     def _logprobs_of(self, tokens: list[int], state) -> list[float] | None:
         """Returns the log-probability of each token, or `None` if the model computed NaN."""

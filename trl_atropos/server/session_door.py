@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import JSONResponse
 
 from trl_atropos.protocol import SESSION_PREFIX
+from trl_atropos.server.plane import HIDDEN
 from trl_atropos.server.sessions import (
     CALL,
-    HIDDEN,
     MAX_KEPT,
     NO_SESSION,
     SESSION_ID,
@@ -110,8 +110,8 @@ class Door:
                 )
             await self._let_in(session, route, scope, receive, send)
         except CallRefused as refused:
-            if session is not None:
-                session.refuse(refused.reason)
+            counts = self.sessions.counts if session is None else session.counts
+            counts[f"refused/{refused.reason}"] += 1
             await _error_of(refused, route)(scope, receive, send)
 
     async def _let_in(self, session: Session, route: str, scope, receive, send) -> None:
@@ -124,6 +124,8 @@ class Door:
             call = Call(session, session.counts["calls"], route)
             if METHODS[route] == "POST":
                 body = parse(content)
+                if route == RESPONSES:
+                    body["store"] = False  # which all clients could read from
                 content = json.dumps(body).encode()
                 if route in SAMPLES:
                     reserved = self._reserve(session, body, route)
@@ -243,8 +245,6 @@ def parse(content: bytes) -> dict:
         value = body.get(name)
         if value is not None and value is not False:
             raise CallRefused(400, name, f"a session does not take `{name}`: {why}")
-    if "store" in body:
-        body["store"] = False
     return body
 
 

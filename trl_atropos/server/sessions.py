@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +35,7 @@ from trl_atropos.protocol import (
     SessionsReply,
     SessionSummary,
 )
-from trl_atropos.server.plane import ControlPlane, Refused, while_connected
+from trl_atropos.server.plane import HIDDEN, ControlPlane, Refused, while_connected
 from trl_atropos.server.token_tree import TokenTree, VersionSpan
 
 ROUTE = "/sessions"  # of the control routes
@@ -48,7 +49,6 @@ CLIENT_LEFT = 499  # status that others use for it
 SWEEP = 1.0  # seconds between two looks for sessions whose time is up
 
 NO_SESSION = "there is no session with this id: it was never opened here, or it is forgotten"
-HIDDEN = "SESSION"  # stands for the id in a path
 SESSION_ID = "trl_atropos.session"  # the key of a request's scope that has the id
 # `/s/ID/v1/models` and `/trl_atropos/sessions/ID`
 PATHS_WITH_ID = re.compile(rf"({SESSION_PREFIX}/|{ROUTE_PREFIX}{ROUTE}/)([^/]*)(.*)", re.DOTALL)
@@ -79,10 +79,6 @@ class Session:
         """Makes the session's silence begin now."""
         self.last_call_at = time.monotonic()
 
-    def refuse(self, reason: str) -> None:
-        """Counts a request that was refused."""
-        self.counts[f"refused/{reason}"] += 1
-
     def is_overdue(self, now: float) -> str | None:
         """Returns why the session's time is up, or `None`."""
         if now > self.opened_at + self.query.deadline:
@@ -94,7 +90,7 @@ class Session:
     def keep(
         self,
         call: dict,
-        prompt: list[int],
+        prompt: np.ndarray,
         sampled: list[int],
         logprobs: list[float],
         versions: list[VersionSpan],
@@ -276,9 +272,14 @@ class Sessions(SessionRoutes):
         """Returns the session with this id, also if it has ended a while ago."""
         return self._sessions.get(session_id)
 
+    @property
+    def num_open(self) -> int:
+        """The number of sessions that have not ended."""
+        return sum(session.ended is None for session in self._sessions.values())
+
     async def open(self, query: SessionQuery) -> str:
         """Opens a session. Raises `Refused` if there are too many."""
-        num_open = sum(session.ended is None for session in self._sessions.values())
+        num_open = self.num_open
         if num_open >= MAX_OPEN:
             raise Refused(
                 f"{num_open} sessions are open, which is the limit: end those that you have done "
