@@ -263,7 +263,8 @@ def test_impossible_folder_name_is_refused(name, told, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "check", "try", "init", "serve", "report", "slurm", "bench"]
+    "command",
+    ["", "train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench"],
 )
 def test_help_fits_eighty_columns(command, tmp_path):
     done = trl_atropos(*filter(None, [command]), "--help", cwd=tmp_path)

@@ -116,6 +116,11 @@ ELSEWHERE = [
         QUICKSTART,
     ),
     (
+        r"trl-atropos sessions ",
+        "tests/commands/test_sessions.py::test_sessions_are_listed_shown_and_ended",
+        "sessions(list(words))",
+    ),
+    (
         r"trl-atropos serve",
         "tests/server/test_control.py::test_resume_without_pause_is_refused",
         "trl_atropos.server.launch",

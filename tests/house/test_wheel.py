@@ -42,7 +42,7 @@ FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer
 # The slow starts that `test_quickstart.py` and `test_as_users.py` make as users do.
 SOONER = {"PYTHONPATH": str(ROOT / "tests/site")}
 CONTROL = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
+COMMANDS = ("train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench")
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:

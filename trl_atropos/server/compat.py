@@ -11,7 +11,7 @@ import os
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -208,6 +208,60 @@ def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
 
 def _publishes_of(version: str) -> int:
     return 0 if version == UNMARKED else int(version)
+
+
+def marks_of_tokens(state) -> list[tuple[int, int, int]] | None:
+    """Returns the stretches of the tokens that vLLM's state of a request has so far, as (publishes,
+    start, end): after how many publishes they were sampled. `None` if they are not marked."""
+    spans = state._weight_version_spans() if NEW else None
+    if not spans:
+        return None
+    return [(_publishes_of(span.version), span.start, span.end) for span in spans]
+
+
+# vLLM's states of the requests that sessions watch, by the id that the server gave them. Each
+# completion of a request has a state.
+_states: dict[str, list] = {}
+
+
+def watch_request(request_id: str) -> list:
+    """Returns the list that gets vLLM's state of each completion of a request that begins now.
+
+    vLLM forgets the states of a request whose client goes away before anybody else learns of it.
+    """
+    states: list = []
+    _states[request_id] = states
+    return states
+
+
+def forget_request(request_id: str) -> None:
+    """Ends what `watch_request` began."""
+    del _states[request_id]
+
+
+def keep_watched_states() -> None:
+    """Makes vLLM's output processor tell of the states that it makes, in this process. The second
+    call does nothing."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    add = OutputProcessor.add_request
+    if add.__module__ == __name__:
+        return
+
+    @wraps(add)
+    def add_request(processor, request, *args, **options):
+        add(processor, request, *args, **options)
+        states = _states.get(request.external_req_id)
+        if states is not None:
+            states.append(processor.request_states[request.request_id])
+
+    add_request.__module__ = __name__
+    OutputProcessor.add_request = add_request
+
+
+def client_error(message: str) -> Exception:
+    """Returns an exception that vLLM's routes answer with status 400."""
+    return VLLMClientError(message)
 
 
 def cpu_experts() -> type | None:
