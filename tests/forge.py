@@ -7,8 +7,9 @@ does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ..
 session of its own and with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). There
 is one such process of each kind for all workers of a pytest run: the first that needs it starts it,
 and it ends when nobody is connected to it any more. A program that reads the environment while it
-imports something sees that of the process that it is forked from: `Run` in `tests/launching.py`
-starts the main job, with its server, as a user does.
+imports something sees that of the process that it is forked from, and a crash while Python takes
+itself apart is not seen: `Run` in `tests/launching.py` starts the main job, with its server, as a
+user does.
 """
 
 import atexit

@@ -28,5 +28,5 @@ class Engine(context.ForkProcess):
 
 context.SpawnContext.Process = Engine
 
-if any(word.endswith("environment_site/run.py") for word in sys.orig_argv):
+if any("/environment_site/" in word for word in sys.orig_argv):
     sys.modules["torch"] = None

@@ -35,7 +35,7 @@ from trl_atropos.weights.publisher import NullPublisher
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
-BATCHES = 4  # from the environment
+BATCHES = 3  # from the environment
 PUBLISHES = 50 if FULL else BATCHES
 WHOLE_REQUESTS = 30  # of the clients, that are compared token by token
 # `nccl_lora` sends the same adapter the same way; that the base is shared with it is seen by the
