@@ -285,7 +285,7 @@ def test_loop_file_has_output_and_model_is_gone(looped):
     [
         (
             ["--against", "trl", "--sides", "ours,theirs"],
-            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, trl",
+            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, no_logprobs, trl",
         ),
         (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
         (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),
