@@ -313,7 +313,9 @@ def cut_out(path: ScoredPath, tokens: slice) -> ScoredPath:
 
 def concatenated(paths: Sequence[ScoredPath], of: int, at: int) -> ScoredPath:
     """Returns a path with the own tokens of all `paths`, one after the other. If some of them lack
-    values that others have, these values are unknown."""
+    values that others have, these values are unknown. The array `trained` is a new one."""
+    if len(paths) == 1:
+        return replace(paths[0], of=of, at=at, trained=paths[0].trained.copy())
     return ScoredPath(
         of=of,
         at=at,
