@@ -128,6 +128,7 @@ def test_answers_are_those_of_the_plain_routes(server):
     assert reply.counts["completions"] == len(ASKED) - 3 + 1
     assert reply.counts["tokens"] == sum(map(len, sampled(reply))) > 60
     assert {call.reason for call in reply.calls} == {"temperature 0"}
+    assert reply.counts["refused/HTTP 400"] == 2
 
 
 TALK = [
@@ -185,6 +186,22 @@ def test_kept_logprobs_are_those_of_the_model(server, reference):
     assert {call.reason for call in reply.calls} == {None}
     assert {call.finish for call in reply.calls} == {"length"}
     assert [call.call for call in reply.calls] == [0, 0, 0, 1, 2, 2, 2, 2, 3]
+
+
+def test_answer_that_comes_back_shortened_branches_behind_its_prompt(server):
+    """As with a template that strips reasoning: the next turn has another text in its place."""
+    client = Client(server)
+    client.post()
+    for shortened in ("x", "y", ""):
+        turns = [*MESSAGES, {"role": "assistant", "content": shortened}, *MESSAGES]
+        assert client.post(messages=turns).status_code == 200
+    reply = client.delete()
+    ((prompt_length, _),) = reply.segments[0].sampled
+    assert [segment.parent for segment in reply.segments[1:]] == [0, 0, 0]
+    places = [segment.at for segment in reply.segments[1:]]
+    # one of the letters may be what was sampled
+    assert min(places) == prompt_length and max(places) <= prompt_length + 1
+    assert reply.counts["tokens"] == sum(map(len, sampled(reply)))
 
 
 def test_trainer_finds_versions_of_kept_completions(server):

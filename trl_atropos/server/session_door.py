@@ -172,6 +172,8 @@ class Door:
             nonlocal has_begun
             if has_begun or call.session.ended is None:
                 has_begun = True
+                if message.get("status", 200) >= 400:  # vLLM's own refusal
+                    call.session.counts[f"refused/HTTP {message['status']}"] += 1
                 await send(message)
 
         scope["path"] = call.route
