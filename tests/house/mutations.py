@@ -531,18 +531,6 @@ MUTATIONS: list[Mutation] = [
         "tests/server/test_session_capture.py::test_logprobs_are_asked_for_unless_they_come_anyway",
     ),
     Mutation(
-        "trl_atropos/server/session_capture.py",
-        'params.__dict__.pop("sampling_type", None)',
-        "pass",
-        "tests/server/test_session_capture.py::test_settings_of_session_override_those_of_client",
-    ),
-    Mutation(
-        "trl_atropos/server/session_capture.py",
-        "                completion.logprobs = None\n",
-        "",
-        "tests/server/test_sessions.py::test_answers_are_those_of_the_plain_routes",
-    ),
-    Mutation(
         "trl_atropos/server/control.py",
         "        CALL.set(None)\n",
         "",

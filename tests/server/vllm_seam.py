@@ -140,7 +140,7 @@ WRAPPED = [
     ),
     Names(
         "vllm.sampling_params:SamplingParams",
-        ("logprob_token_ids", "prompt_logprobs", "flat_logprobs", "sampling_type"),
+        ("logprob_token_ids", "prompt_logprobs", "flat_logprobs"),
         SESSIONS,
     ),
     Names("vllm.v1.core.block_pool:BlockPool", ("blocks", "cached_block_hash_to_block"), COMPAT),

@@ -82,7 +82,10 @@ async def _text_of(client: SessionClient, action: str, beginning: str) -> str:
 def _named(summaries: Sequence[tuple[str, SessionSummary]], beginning: str) -> tuple[str, str]:
     """Returns URL and id of the one session whose id begins so. Raises `ServerError` if there is
     none, or if there are several."""
-    matching = [(url, each.id) for url, each in summaries if each.id.startswith(beginning)]
+    matching = []
+    for url, summary in summaries:
+        if summary.id.startswith(beginning):
+            matching.append((url, summary.id))
     if len(matching) == 1:
         return matching[0]
     raise ServerError(
@@ -117,7 +120,10 @@ def _tree(reply: SessionReply) -> str:
     depths: list[int] = []
     lines_below: dict[int, list[int]] = {-1: []}
     for number, segment in enumerate(reply.segments):
-        depths.append(0 if segment.parent < 0 else depths[segment.parent] + 1)
+        depth = 0
+        if segment.parent >= 0:
+            depth = depths[segment.parent] + 1
+        depths.append(depth)
         lines_below[number] = []
         lines_below[segment.parent].append(number)
     lines = []
@@ -135,10 +141,11 @@ def _tree(reply: SessionReply) -> str:
 def _line_of(number: int, segment: SessionSegment, call: SessionCall) -> str:
     """Returns, for instance, "3: at 120, sees 14, samples 32 (version 7), stop"."""
     ((start, end),) = segment.sampled
-    versions = sorted({version for version, _, _ in segment.versions}, key=str)
-    shown = "-".join(str(version) for version in (versions[0], versions[-1]))
-    if versions[0] == versions[-1]:
-        shown = str(versions[0])
+    first, _, _ = segment.versions[0]
+    last, _, _ = segment.versions[-1]
+    shown = str(first)
+    if last != first:
+        shown = f"{first}-{last}"
     reason = "" if call.reason is None else f", not to be recomputed: {call.reason}"
     return (
         f"{number}: at {segment.at}, sees {start}, samples {end - start} (version {shown}), "

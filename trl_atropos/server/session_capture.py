@@ -61,8 +61,6 @@ def _override(params: SamplingParams, settings: SessionSettings) -> None:
         params.top_p = 1.0
         params.top_k = 0
         params.min_p = 0.0
-    # vLLM computes it once from the fields above
-    params.__dict__.pop("sampling_type", None)
 
 
 def reason_against(settings: SamplingSettings) -> str | None:
@@ -135,7 +133,7 @@ class Capture:
         for completion in output.outputs:
             if completion.finish_reason is not None:
                 self._keep(completion.index, completion.finish_reason)
-            if self.forced:
+            if self.forced:  # some versions of vLLM would show them to a client
                 completion.logprobs = None
                 completion.cumulative_logprob = None
         return []

@@ -93,11 +93,14 @@ class TokenTree:
         """
         best = (0, 0, NO_PARENT)  # tokens of a whole path, tokens in common, segment
         # segments whose first token fits, with the length of the longest whole path before them
-        pending = [(number, 0) for number in self._fitting(self.roots, prompt, len(prompt))]
+        pending = []
+        for number in self._fitting(self.roots, prompt, len(prompt)):
+            pending.append((number, 0))
         while pending:
             number, whole = pending.pop()
             segment = self.segments[number]
-            common = segment.at + _common(segment.tokens, prompt[segment.at :])
+            rest = prompt[segment.at :]
+            common = segment.at + _common(segment.tokens, rest)
             is_whole = common == segment.end
             best = max(best, (common if is_whole else whole, common, number))
             for child in self._fitting(segment.children, prompt, common):
@@ -112,8 +115,10 @@ class TokenTree:
         fitting = []
         for number in numbers:
             segment = self.segments[number]
-            goes_on = segment.at <= common and segment.at < len(prompt)
-            if goes_on and segment.tokens[0] == prompt[segment.at]:
+            place = segment.at
+            if place > common or place == len(prompt):
+                continue
+            if segment.tokens[0] == prompt[place]:
                 fitting.append(number)
         return fitting
 
@@ -139,14 +144,10 @@ class TokenTree:
         spans = []
         for version, first, end in versions:
             spans.append((version, begin + first, begin + end))
-        segment = Segment(
-            parent=parent,
-            at=at,
-            tokens=np.concatenate([prompt[at:], np.asarray(sampled, dtype=np.int32)]),
-            begin=begin,
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            versions=spans,
-        )
+        sampled = np.asarray(sampled, dtype=np.int32)
+        tokens = np.concatenate([prompt[at:], sampled])
+        logprobs = np.asarray(logprobs, dtype=np.float32)
+        segment = Segment(parent, at, tokens, begin, logprobs, spans)
         return self._append(segment)
 
     def _append(self, segment: Segment) -> int:
@@ -165,7 +166,8 @@ class TokenTree:
         end = self.segments[number].end
         while number != NO_PARENT:
             segment = self.segments[number]
-            parts.append(segment.tokens[: end - segment.at])
+            length = end - segment.at
+            parts.append(segment.tokens[:length])
             end = segment.at
             number = segment.parent
         return np.concatenate(parts[::-1])
@@ -180,14 +182,12 @@ class TokenTree:
         tree = cls()
         for fields in segments:
             ((begin, _),) = fields["sampled"]
-            segment = Segment(
-                parent=fields["parent"],
-                at=fields["at"],
-                tokens=np.array(fields["tokens"], dtype=np.int32),
-                begin=begin,
-                logprobs=np.array(fields["logprobs"], dtype=np.float32),
-                versions=[tuple(span) for span in fields["versions"]],
-            )
+            tokens = np.array(fields["tokens"], dtype=np.int32)
+            logprobs = np.array(fields["logprobs"], dtype=np.float32)
+            versions = [tuple(span) for span in fields["versions"]]
+            parent = fields["parent"]
+            at = fields["at"]
+            segment = Segment(parent, at, tokens, begin, logprobs, versions)
             tree._append(segment)
         return tree
 
