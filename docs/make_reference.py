@@ -20,7 +20,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 from trl_atropos.config import AtroposGRPOConfig, described
 from trl_atropos.logging import LEVELS, VARIABLE
 from trl_atropos.metrics.health import SIGNALS
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
 
 COMMAND = "python docs/make_reference.py"
@@ -65,6 +65,8 @@ VARIABLES = f"""\
 |---|---|
 | `{TOKEN_VARIABLE}` | protects the server's routes that change weights: the same on server and trainer. A recipe \
 that starts its server makes one up; `trl-atropos serve` too, and says where it is |
+| `{SESSION_TOKEN_VARIABLE}` | opens [sessions](sessions.md), and does nothing else: a run computes it from the control \
+token, for its environments |
 | `{VARIABLE}` | how much the package says: {", ".join(LEVELS)} |
 
 Those of the libraries work as ever, in the shell or under `env` of a recipe, and reach the services, too: `HF_HOME`,
@@ -91,6 +93,7 @@ def reference() -> str:
         "eval",
         "init",
         "serve",
+        "sessions",
         "report",
         "slurm",
         "bench",

@@ -1,8 +1,11 @@
 """The tests, in rooms as in the package."""
 
 import email
+import importlib.metadata
 from functools import cache
 
-# A package's metadata is parsed as an e-mail each time that somebody asks whether it is installed.
-# accelerate asks before every forward pass, which took a sixth of the time of short trainings.
+# A package's metadata is read and parsed as an e-mail each time that somebody asks whether it is
+# installed. accelerate asks for many packages whenever a trainer is made, which took a sixth of the
+# time of short trainings.
 email.message_from_string = cache(email.message_from_string)
+importlib.metadata.metadata = cache(importlib.metadata.metadata)

@@ -7,8 +7,9 @@ does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ..
 session of its own and with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). There
 is one such process of each kind for all workers of a pytest run: the first that needs it starts it,
 and it ends when nobody is connected to it any more. A program that reads the environment while it
-imports something sees that of the process that it is forked from: `Run` in `tests/launching.py`
-starts the main job, with its server, as a user does.
+imports something sees that of the process that it is forked from, and a crash while Python takes
+itself apart is not seen: `Run` in `tests/launching.py` starts the main job, with its server, as a
+user does.
 """
 
 import atexit
@@ -16,9 +17,11 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,17 +45,17 @@ import vllm.entrypoints.openai.api_server, vllm.v1.engine.core_client
 runpy.run_path({str(ROOT / "tests/site/sitecustomize.py")!r})
 """
 # For the environment of a program: every vLLM server that it starts forks its engine, 14 seconds of
-# a CPU earlier.
+# a CPU earlier, and every environment that has a `path` starts without torch, 3 seconds earlier.
 FORKED_ENGINES = {
     "PYTHONPATH": os.pathsep.join(
         [str(ROOT / "tests/site"), *os.environ.get("PYTHONPATH", "").split()]
     )
 }
-# For the environment of an Atropos environment that needs a tokenizer only: 5 of its 8 seconds of a
+# For the environment of an Atropos environment that needs a tokenizer only: 3 of its 6 seconds of a
 # CPU are for torch.
 WITHOUT_TORCH = {"PYTHONPATH": str(ROOT / "tests/no_torch")}
 PROGRAM = """
-import ctypes, gc, json, os, runpy, select, signal, socket, struct, sys
+import atexit, ctypes, gc, json, os, runpy, select, signal, socket, struct, sys, tempfile, threading
 gc.freeze()  # the forks would otherwise copy what they only look at
 listener = socket.socket(fileno=int(sys.argv[1]))
 clients = {}  # connection -> the beginning of a line
@@ -88,15 +91,38 @@ def run(job, parent):
         os._exit(1)
     os.chdir(job["cwd"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for number, name in ((1, "log"), (2, "errors")):
+        os.dup2(os.open(job[name], os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(job["env"])
+    tempfile.tempdir = None  # else that of this process, whatever TMPDIR says
     _, module, *rest = job["argv"]
     sys.argv[:] = [module, *rest]
-    gc.unfreeze()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = 130
+    leave_at_once(code)
+
+# As Python ends, but for taking apart everything that was imported, which takes a second of a CPU.
+def leave_at_once(code):
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass
+    os._exit(code)
 
 while True:
     heard = select.select([listener, *clients], [], [], 0.02)[0]
@@ -119,7 +145,6 @@ while True:
             pid = os.fork()
             if pid == 0:
                 run(json.loads(line), parent)
-                sys.exit(0)
             children[pid] = ready
             say(ready, started=pid)
     while children:
@@ -172,13 +197,42 @@ class Forge:
         self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()
 
+    def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        timeout: float = 240.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Does what `subprocess.run([sys.executable, *argv], capture_output=True, text=True, ...)`
+        does, in a fork."""
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "output")
+            errors = Path(folder, "errors")
+            child = self.fork(argv, os.environ if env is None else env, output, cwd, errors)
+            try:
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                raise
+            texts = [path.read_text(errors="replace") for path in (output, errors)]
+        return subprocess.CompletedProcess(list(argv), code, *texts)
+
     def fork(
-        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path = ROOT,
+        errors: Path | None = None,
     ) -> Forked:
         """Runs `argv`, of the form `["-m", module, *arguments]`, with `env` as its whole
-        environment."""
+        environment. What it writes to stderr goes to `errors`, or else to `log`, too."""
+        errors = errors or log
         log.touch()
-        job = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": str(cwd)}
+        errors.touch()
+        job = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
+        job |= {"log": str(log), "errors": str(errors)}
         with self._one_at_a_time, self._changed:
             if self._connection is None:
                 self._connect()

@@ -31,6 +31,7 @@ from trl_atropos.services.manager import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipes/quickstart/colocate.yaml"
+MODEL_SEED = 42  # by default, of the script that makes the model
 MARKER = "TEST_RUN"
 SLOW = "TEST_SLOW"
 SLOW_STEP_SECONDS = 4.0
@@ -44,10 +45,9 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def make_model(folder: Path) -> Path:
     """The quickstart's model."""
-    script = ROOT / "recipes/quickstart/make_model.py"
-    subprocess.run(
-        [sys.executable, str(script), str(folder)], check=True, stdout=subprocess.DEVNULL
-    )
+    from recipes.quickstart import make_model as script  # which imports torch
+
+    script.make_model(str(folder), MODEL_SEED)
     return folder
 
 

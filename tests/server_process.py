@@ -17,7 +17,7 @@ import psutil
 import pytest
 import requests
 
-from tests.forge import SERVER
+from tests.forge import FORKED_ENGINES, SERVER, Forked
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.guard import SharedFiles, end_service, members
 from trl_atropos.services.manager import free_port
@@ -51,6 +51,7 @@ class Server:
     model: str
     api: psutil.Process | None = None  # the first of the server's processes
     log: Path | None = None
+    process: Forked | subprocess.Popen | None = None  # `api`, whose exit code it knows
 
     @property
     def engine(self) -> psutil.Process:
@@ -103,8 +104,11 @@ def running_server(
     url, log, shared = f"http://127.0.0.1:{port}", log_dir / "vllm.log", SharedFiles()
     environment = os.environ | ENVIRONMENT | {TOKEN_VARIABLE: token}
     del environment["VLLM_CPU_KVCACHE_SPACE"]
-    start = SERVER.fork if forked and not on_gpu() else _start
-    process = start(command, environment, log)
+    if forked and not on_gpu():
+        # for the engines that the mode `restart` starts
+        process = SERVER.fork(command, environment | FORKED_ENGINES, log)
+    else:
+        process = _start(command, environment, log)
     try:
         deadline = time.monotonic() + (READY_ON_GPU_WITHIN if on_gpu() else READY_WITHIN)
         while not _healthy(url):
@@ -113,7 +117,7 @@ def running_server(
             )
             time.sleep(0.1)
         shared.note([process.pid, *members(process.pid)])
-        yield Server(url, token, str(model), psutil.Process(process.pid), log)
+        yield Server(url, token, str(model), psutil.Process(process.pid), log, process)
     finally:
         shared.note([process.pid, *members(process.pid)])
         if process.poll() is None:

@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "make the evaluations of a recipe, of a checkpoint or of the model that the recipe "
     "begins with",
     "serve": "start the vLLM server that environments sample from and a trainer keeps in step with",
+    "sessions": "list, show and end the sessions of servers: what clients sample below a URL of "
+    "their own",
     "report": "write one HTML file about a run: curves, warnings, settings, and its rollouts token "
     "by token",
     "slurm": "write a batch script for a run over several nodes of a SLURM cluster",
@@ -79,6 +81,10 @@ def _call(command: str, words: list[str]) -> None:
         from trl_atropos.server.launch import main
 
         main(words)
+    elif command == "sessions":
+        from trl_atropos.commands.sessions import sessions
+
+        sessions(words)
     elif command == "report":
         from trl_atropos.report.page import main
 

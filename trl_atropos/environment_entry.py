@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE, session_token
 
 SITE = str(Path(__file__).resolve().with_name("environment_site"))
 RUNNER = f"{SITE}/run.py"  # runs the script of a `path` in a run
@@ -118,8 +118,12 @@ class EnvironmentSpec(BaseModel):
 
     def variables(self, **further: str) -> dict[str, str]:
         """Returns the variables of its process: those of `env` and `further`, and a `PYTHONPATH` by
-        which its Python loads `environment_site/sitecustomize.py`. The control token is hidden."""
+        which its Python loads `environment_site/sitecustomize.py`. The control token is hidden; in
+        its place, there is the one that opens sessions and does nothing else."""
         variables = {TOKEN_VARIABLE: "", **further}
+        control_token = os.environ.get(TOKEN_VARIABLE)
+        if control_token:
+            variables[SESSION_TOKEN_VARIABLE] = session_token(control_token)
         for name, value in self.env.items():
             variables[name] = str(value)
         usual_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -270,7 +274,8 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
     folder = spec.cwd or ""
     if spec.cwd is not None and not os.path.isdir(folder):
         what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"
-        raise RecipeError(what, f"cwd: {spec.cwd}", "Correct it.", "environment-program")
+        fix = "Name a folder that exists, or leave `cwd` out for the folder of the run."
+        raise RecipeError(what, f"cwd: {spec.cwd}", fix, "environment-program")
     program = command[0] if command else ""
     place = program
     if "/" in program:

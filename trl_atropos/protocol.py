@@ -7,12 +7,13 @@ the weights it takes, the versions it sampled, the requests it refused.
 """
 
 import hashlib
+import hmac
 import json
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from trl_atropos.errors import AtroposTrainingError
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 10  # trainer and server must have the same
 ROUTE_PREFIX = "/trl_atropos"  # of the control routes
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"  # holds the token that the control routes require
+# holds the token that opens, reads and ends sessions, and does nothing else, for environments
+SESSION_TOKEN_VARIABLE = "TRL_ATROPOS_SESSION_TOKEN"
 
 LEASE_BEGINNING = b"held\n"  # of the response that stays open while a trainer holds the server
 
@@ -31,6 +34,7 @@ NUMERICS = ("default", "float32_head", "float16", "bitwise")
 LONGEST_QUERY = 128
 ADAPTER_NAME = "policy"  # name of the trained adapter on the server, whatever its version
 EVALUATION_KEY = "evaluation-"  # beginning of the API keys by which servers know evaluations
+SESSION_PREFIX = "/s"  # of the routes of sessions: `/s/ID/v1/...`
 
 
 # ------------------------------------------------------------------------------ requests and errors
@@ -54,6 +58,12 @@ def environment_token() -> str:
         )
         raise AtroposTrainingError(what, kind, fix, "token")
     return token
+
+
+def session_token(control_token: str) -> str:
+    """Returns the token of `SESSION_TOKEN_VARIABLE`, from which nobody can compute the control
+    token."""
+    return hmac.new(control_token.encode(), b"sessions", hashlib.sha256).hexdigest()
 
 
 def evaluation_key(authorization: str) -> str | None:
@@ -351,3 +361,110 @@ class RefusalsReply(Strict):
 
     total: int
     latest: list[Refusal]  # by reason, the latest first
+
+
+# ---------------------------------------------------------------------------------------- sessions
+
+
+class SessionSettings(Strict):
+    """Settings that hold for all calls of a session, whatever the client asks for. `None` leaves
+    the client's own."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)  # 0: of all tokens
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    max_tokens: int | None = Field(None, ge=1)  # of one completion, if the client asks for more
+
+
+class SessionQuery(Strict):
+    """Body of `POST /trl_atropos/sessions`."""
+
+    settings: SessionSettings = SessionSettings()
+    # an API key that begins with `EVALUATION_KEY`: a hold does not stop this session
+    evaluation: str | None = Field(None, pattern=f"^{EVALUATION_KEY}")
+    deadline: float = Field(3600.0, gt=0)  # seconds from now on, after which it ends
+    silence: float = Field(1800.0, gt=0)  # seconds without a call, after which it ends
+    max_calls: int = Field(1000, ge=1)
+    max_tokens: int = Field(1_000_000, ge=1)  # sampled in all calls together
+    max_in_flight: int = Field(16, ge=1)  # calls at a time
+
+
+class SessionOpened(Strict):
+    """Answer of `POST /trl_atropos/sessions`."""
+
+    id: str  # nobody can guess it, and who knows it may sample: keep it out of logs
+    openai: str  # the base URL of OpenAI's clients, with `/v1`
+    anthropic: str  # that of Anthropic's, which add `/v1` themselves
+
+
+class SessionSegment(Strict):
+    """Holds what one completion added to the tree of its session: its *path* is the first `at`
+    tokens of the path of segment `parent`, and its own tokens behind them. A `parent` of -1 begins
+    a context of its own, with `at` 0."""
+
+    parent: int  # below the segment's own index
+    at: int
+    tokens: list[int]  # the end of the prompt, if no earlier segment has it, and what was sampled
+    sampled: list[tuple[int, int]]  # the one stretch [start, end) of `tokens`, which ends with them
+    logprobs: list[float]  # of the sampled tokens, one behind the other, in nats
+    # (policy version, start, end) of the stretches of `tokens` that one version sampled
+    versions: list[tuple[int | None, int, int]]
+
+
+class SessionCall(Strict):
+    """Describes one completion of a call, also one that sampled nothing."""
+
+    call: int  # number of the call, from 0 on: equal for the completions of `n`
+    segment: int  # -1: it sampled nothing
+    route: str  # "/v1/chat/completions"
+    settings: dict[str, Any]  # the fields of `SamplingSettings`
+    finish: str  # "stop", "length", "repetition", "abort": vLLM's reasons
+    # Why the trainer cannot compute the log-probabilities again, such as "min_tokens"; None: it can
+    reason: str | None
+    # False: this vLLM does not mark tokens, and a publish fell into the call. Then `versions` has
+    # the oldest version that may have sampled them.
+    versions_known: bool
+
+
+class SessionReply(Strict):
+    """Answer of `GET` and `DELETE /trl_atropos/sessions/ID`."""
+
+    segments: list[SessionSegment]
+    calls: list[SessionCall]
+    # "calls", "completions", "tokens" (sampled and delivered by the engine), "context" (kept, and
+    # not sampled), "in_flight" (calls), "marked/REASON" (tokens), "refused/REASON" (requests)
+    counts: dict[str, int]
+    ended: str | None  # why it ended; None: it goes on
+
+
+class SessionSummary(Strict):
+    """Describes one session in the answer of `GET /trl_atropos/sessions`."""
+
+    id: str
+    age: float  # seconds
+    silence: float  # seconds since its last call, or since it was opened
+    calls: int
+    tokens: int  # sampled
+    in_flight: int  # calls
+    ended: str | None
+
+
+class SessionsReply(Strict):
+    """Answer of `GET /trl_atropos/sessions`."""
+
+    sessions: list[SessionSummary]
+    in_flight: int  # calls of all sessions
+    # of all sessions since the server was started: "opened", "ended/REASON", and the sums of the
+    # counts of ended sessions
+    counts: dict[str, int]
+
+
+class LoadReply(Strict):
+    """Answer of `GET /trl_atropos/load`: how busy a server is."""
+
+    in_flight: int  # requests for samples, of sessions and others
+    sessions: int  # open ones

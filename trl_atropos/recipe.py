@@ -526,7 +526,8 @@ def _load(path: str, flag: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         what = f"{path} must hold `key: value` lines at its top level"
         type_name = type(content).__name__
-        raise RecipeError(what, f"{path}: {type_name}", "Correct it.", "recipe-format")
+        fix = "Write one setting a line there, such as `max_steps: 100`."
+        raise RecipeError(what, f"{path}: {type_name}", fix, "recipe-format")
     return content
 
 

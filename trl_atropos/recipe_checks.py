@@ -7,14 +7,16 @@ check` then call `check_files` and `check_reports`, which look at the machine. A
 
 import difflib
 import importlib.util
+import inspect
 import os
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, require_program
-from trl_atropos.errors import RecipeError
+from trl_atropos.errors import RecipeError, reason_of
 from trl_atropos.flags import number_of
 from trl_atropos.protocol import environment_token
 from trl_atropos.rollouts.replay import recorded_files
@@ -270,6 +272,50 @@ def check_reports(training: AtroposGRPOConfig) -> None:
         raise RecipeError(what, seen, fix, "report-to") from error
     if "trackio" in training.report_to:
         _require_trackio_folder()
+    if "wandb" in training.report_to and training.process_index == 0:  # which alone reports
+        _require_wandb_login()
+    if "mlflow" in training.report_to:
+        from mlflow import get_tracking_uri
+
+        require_mlflow_store(get_tracking_uri())
+
+
+def _require_wandb_login() -> None:
+    """Raises `RecipeError` if Weights & Biases would ask for a login, or refuse the key. It asks
+    when everything has started, and only at a terminal. Asks nobody over the network."""
+    import wandb
+
+    if wandb.setup().settings.mode not in ("online", "shared", "run"):
+        return
+    if "prompt" not in inspect.signature(wandb.login).parameters:  # older ones cannot tell
+        return
+    what = "`report_to` has wandb, but nobody is logged in to Weights & Biases"
+    try:
+        if wandb.login(prompt=False, verify=False):
+            return
+    except wandb.Error as error:
+        what = f"`report_to` has wandb, whose login cannot be used ({reason_of(error)})"
+    fix = (
+        "Run `wandb login`, set WANDB_API_KEY, keep the run on this machine with "
+        "`WANDB_MODE: offline` (both also under `env`), or set `report_to: none`."
+    )
+    raise RecipeError(what, "report_to: wandb", fix, "report-to")
+
+
+def require_mlflow_store(uri: str) -> None:
+    """Raises `RecipeError` if MLflow would keep each metric in a file of its name. Beside the file
+    `reward`, there can be no folder of that name for `reward/NAME`, a part of the rewards."""
+    if urlsplit(uri).scheme not in ("", "file") or uri.startswith("databricks"):
+        return
+    what = (
+        "`report_to` has mlflow, which keeps each metric in a file of its name here, and cannot "
+        "have both `reward` and its parts, `reward/NAME`: the run would end at their first log"
+    )
+    fix = (
+        "Set MLFLOW_TRACKING_URI (also under `env`) to a database, such as "
+        "sqlite:///mlflow.db, or to a server."
+    )
+    raise RecipeError(what, f"MLFLOW_TRACKING_URI: {uri}", fix, "report-to")
 
 
 def _require_trackio_folder() -> None:

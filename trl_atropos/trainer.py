@@ -70,7 +70,11 @@ from trl_atropos.rollouts.source import RolloutSource
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.training import requirements, saving
-from trl_atropos.training.computation import Computation, explained_out_of_memory
+from trl_atropos.training.computation import (
+    Computation,
+    deepspeed_looked_up_once,
+    explained_out_of_memory,
+)
 from trl_atropos.training.evaluation import EvaluationCallback
 from trl_atropos.training.supply import BatchSupply, source_of, state_callback
 from trl_atropos.weights import adapters, masters
@@ -239,7 +243,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         """Trains as [`~transformers.Trainer`] does. The server samples nothing before it has the
         weights to begin with."""
-        with held_on_main(lambda: locked(self.args.output_dir)):
+        with held_on_main(lambda: locked(self.args.output_dir)), deepspeed_looked_up_once():
             try:
                 checkpoint = starting_checkpoint(self.args, resume_from_checkpoint)
                 self._run_path.path = path_of(checkpoint)

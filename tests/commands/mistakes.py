@@ -436,7 +436,10 @@ TYPED = {
         "Name another",
     ),
     "a script of no recipe": Typed(
-        "slurm nowhere.yaml --nodes 1", "does not exist", "'nowhere.yaml'", "Correct it"
+        "slurm nowhere.yaml --nodes 1",
+        "does not exist",
+        "'nowhere.yaml'",
+        "Name the recipe's file first, as in",
     ),
     "a recipe that is a folder": Typed(
         "check mine",

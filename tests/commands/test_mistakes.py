@@ -21,7 +21,7 @@ import yaml
 
 from tests.check.desk import Desk
 from tests.commands.mistakes import FATAL, LOST, SURVIVED, TYPED, Mistake, line_of
-from tests.forge import TRAINER, Forge, Forked
+from tests.forge import TRAINER, WITHOUT_TORCH, Forge, Forked
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api
 from tests.server_process import free_port
@@ -34,7 +34,8 @@ from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.signals import handlers
 
 WAIT = 30.0  # seconds
-FORGE = Forge("import atroposlib.envs.base, transformers", {"PYTHONPATH": SITE})
+PATH = os.pathsep.join([SITE, WITHOUT_TORCH["PYTHONPATH"]])
+FORGE = Forge("import atroposlib.envs.base, transformers", {"PYTHONPATH": PATH})
 NOBODY = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model_name": "none"}
 
 

@@ -243,6 +243,22 @@ def test_impossible_job_is_not_rendered(words, told, capsys, monkeypatch):
     assert told in str(error.value) and capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("recipes/gsm8k/zero3_72.yaml", "does not exist .* slurm recipes/gsm8k/zero3_72b.yaml "),
+        ("recipes/gsm8k", "is a folder, not a YAML file.* slurm recipes/gsm8k/colocate.yaml "),
+        ("nowhere/my.yaml", "does not exist .* slurm recipes/gsm8k/colocate.yaml "),
+    ],
+)
+def test_recipe_that_is_meant_is_named(recipe, told, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as error:
+        slurm(["--config", recipe, "--nodes", "2"])
+    said = " ".join(str(error.value).split())
+    assert re.search(told, said), said
+
+
 def test_script_is_written_to_output(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     slurm(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])

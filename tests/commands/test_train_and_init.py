@@ -1,6 +1,7 @@
 """`trl-atropos train` and `init`: what accelerate is given, and what a new folder holds."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl import TrlParser
 
-from tests.forge import FORKED_ENGINES
+from tests.forge import FORKED_ENGINES, TRAINER
 from tests.launching import Run, make_model
 from trl_atropos import commands
 from trl_atropos.recipe import PARTS, parse
@@ -163,10 +164,17 @@ def test_refusal_of_accelerate_is_one_sentence(tmp_path):
     assert "trl-atropos train: " in done.stderr and "`none.yaml` does not exist" in done.stderr
 
 
+def run_in_this_process(command: list[str | Path], **_options) -> subprocess.CompletedProcess:
+    """Runs a script here, where everything that takes long is imported."""
+    _python, script, *arguments = map(str, command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(script, run_name="__main__")
+    return subprocess.CompletedProcess(command, 0)
+
+
 def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "trl_atropos.cli", *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    return TRAINER.run(["-m", "trl_atropos.cli", *words], os.environ | {"COLUMNS": "80"}, cwd)
 
 
 @pytest.mark.full  # `test_as_users.py` types Ctrl-C, too
@@ -195,6 +203,8 @@ def test_ctrl_c_ends_the_run_before_the_command(
 
 def test_new_folder_holds_recipes_that_can_be_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # `tests/house/test_docs.py` runs it in a process of its own
+    monkeypatch.setattr(commands.subprocess, "run", run_in_this_process)
     commands.init(["tasks/mine"])
     folder = tmp_path / "tasks/mine"
     assert {path.name for path in folder.iterdir()} == {
@@ -253,7 +263,8 @@ def test_impossible_folder_name_is_refused(name, told, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "check", "try", "init", "serve", "report", "slurm", "bench"]
+    "command",
+    ["", "train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench"],
 )
 def test_help_fits_eighty_columns(command, tmp_path):
     done = trl_atropos(*filter(None, [command]), "--help", cwd=tmp_path)

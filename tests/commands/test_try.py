@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.forge import FORKED_ENGINES
+from tests.forge import FORKED_ENGINES, TRAINER
 from tests.launching import ROOT, free_urls, make_model
 from tests.rollout_factory import make_group
 from trl_atropos.commands import rehearsal
@@ -243,13 +243,8 @@ for line in sys.argv[1:]:
 def test_variables_of_the_recipe_are_set_wherever_it_stands(tmp_path):
     (tmp_path / "recipe.yaml").write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
     lines = ["recipe.yaml --num_processes 1", "--num_processes 1 recipe.yaml"]
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_VARIABLE, *lines],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    (tmp_path / "print_variable.py").write_text(PRINT_VARIABLE)
+    done = TRAINER.run(["-m", "print_variable", *lines], cwd=tmp_path)
     assert done.stdout == "heeded\nheeded\n", done.stderr
 
 

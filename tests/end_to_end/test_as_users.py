@@ -1,8 +1,8 @@
 """A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
 `HOME`.
 
-It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial
-scores, one of 0 and 1.
+It has an environment in each of Atropos' two styles, and one whose episodes branch. It has an
+evaluation of partial scores, and one of 0 and 1.
 """
 
 import json
@@ -17,9 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from tests.forge import FORKED_ENGINES, WITHOUT_TORCH
 from tests.launching import ROOT, Run, free_urls, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.rollouts.rollout import Rollout
@@ -42,10 +44,16 @@ RUN_WITHIN = 400.0
 BY_GROUP = "recipes/quickstart/environment.py"
 # has only `collect_trajectory`, and scores of 0 and 1
 ONE_BY_ONE = "tests/end_to_end/one_by_one_environment.py"
+# has conversations whose template strips reasoning, so that its episodes branch
+BRANCHING = "tests/end_to_end/branching_environment.py"
+ENVIRONMENTS = ("by_group", "one_by_one", "branching")
 
 
 def write_recipe(folder: Path) -> Path:
     atropos_url, vllm_url = free_urls(2)
+    by_group = {"path": BY_GROUP, "env": WITHOUT_TORCH}
+    one_by_one = {"path": ONE_BY_ONE, "env": WITHOUT_TORCH}
+    branching = {"path": BRANCHING, "env": WITHOUT_TORCH}
     recipe = {
         "model_name_or_path": str(make_model(folder / "model")),
         "output_dir": str(folder / "run"),
@@ -56,13 +64,16 @@ def write_recipe(folder: Path) -> Path:
         "vllm_mode": "colocate",
         "vllm_args": ["--max-model-len", "512"],
         "environments": [
-            {"path": BY_GROUP, "name": "by_group"},
-            {"path": ONE_BY_ONE, "name": "one_by_one"},
+            by_group | {"name": "by_group"},
+            one_by_one | {"name": "one_by_one"},
+            # Atropos ends the episodes in flight of an environment that sees its own limit reached,
+            # and the others are quicker.
+            branching | {"name": "branching", "config": {"max_batches_offpolicy": 8}},
         ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
-            {"path": BY_GROUP, "name": "partial", "problems": 32, "samples": 4, "every": 8},
-            {"path": ONE_BY_ONE, "name": "passes", "problems": 6, "samples": 2, "every": 8},
+            by_group | {"name": "partial", "problems": 32, "samples": 4, "every": 8},
+            one_by_one | {"name": "passes", "problems": 6, "samples": 2, "every": 8},
         ],
         "max_steps": STEPS,
         "save_steps": 2,
@@ -88,10 +99,17 @@ class Told:
     left: list[str]
 
 
-def train(recipe: Path, folder: Path, *flags: str, stop_at: Path | None = None) -> Told:
+def train(
+    recipe: Path,
+    folder: Path,
+    *flags: str,
+    stop_at: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> Told:
     """Types `trl-atropos train` into a terminal, and Ctrl-C when there is a file `stop_at`."""
     command = [str(BIN / "trl-atropos"), "train", str(recipe), *flags]
-    with Run(folder, folder.parent / "model", command=command, shell=SHELL, terminal=True) as run:
+    model = folder.parent / "model"
+    with Run(folder, model, command=command, env=env, shell=SHELL, terminal=True) as run:
         launcher = run.launcher
         if stop_at is not None:
             run.until(stop_at.exists, f"{stop_at} is there", RUN_WITHIN)
@@ -125,7 +143,8 @@ def story(tmp_path_factory) -> Story:
     recipe, folder = write_recipe(home), home / "run"
     interrupted = train(recipe, folder, stop_at=folder / "checkpoint-4" / "trainer_state.json")
     checkpoint = max(whole_checkpoints(str(folder)))
-    resumed = train(recipe, folder, "--resume_from_checkpoint", "true")
+    # What a shell of a user starts was seen in the first run; this one starts sooner.
+    resumed = train(recipe, folder, "--resume_from_checkpoint", "true", env=FORKED_ENGINES)
     command = [str(BIN / "trl-atropos"), "report", str(folder)]
     report = subprocess.run(
         command, cwd=ROOT, env=SHELL, capture_output=True, text=True, timeout=120, check=False
@@ -138,7 +157,7 @@ def test_ctrl_c_ends_run_and_leaves_no_process(story):
     assert story.interrupted.code == 130
     assert story.interrupted.left == []
     assert "Traceback" not in story.interrupted.output
-    services = ["atropos", "vllm", "environment-by_group", "environment-one_by_one"]
+    services = ["atropos", "vllm", *(f"environment-{name}" for name in ENVIRONMENTS)]
     assert [name for name in services if f"Stopped {name} in " not in after] == []
     assert story.checkpoint < STEPS
     farewell = re.search(r"trl_atropos: Interrupted \(SIGINT\)\. .*", after)
@@ -185,21 +204,36 @@ def test_rollouts_of_both_styles_know_policy_version(story):
     assert {
         log["rollouts/unknown_logprobs"] for log in logs if "rollouts/unknown_logprobs" in log
     } == {0.0}
-    for environment in ("by_group", "one_by_one"):
+    for environment in ENVIRONMENTS:
         assert sum(log.get(f"rollouts/rows_env_{environment}", 0.0) for log in logs) > 0
     rollouts = [
         rollout
         for path in (story.folder / "rollouts").glob("rows-*.arrow")
         for rollout in read_rollouts(path)
     ]
-    assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}  # of the two
+    assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}
     assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
+
+
+def test_episodes_with_stripped_reasoning_branch(story):
+    """Each turn leaves the one before, and all of its tokens know their version."""
+    episodes = [
+        rollout
+        for path in (story.folder / "rollouts").glob("rows-*.arrow")
+        for rollout in read_rollouts(path)
+        if rollout.environment == "branching"
+    ]
+    assert episodes
+    for episode in episodes:
+        assert len(episode.tree) == 3
+        assert episode.tree.parents.tolist() == [-1, 0, 1]
+        assert not np.isnan(episode.logprobs[episode.mask]).any()
 
 
 def test_parts_and_metrics_of_environment_are_logged_and_in_the_card(story):
     logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
     odd = [log["reward/odd"] for log in logs if "reward/odd" in log]
-    assert len(odd) > STEPS // 2 and 0 < sum(odd) < len(odd)
+    assert len(odd) > 1 and 0 < sum(odd) < len(odd)
     assert all(0 < log["reward/repeats"] <= 1 for log in logs if "reward/odd" in log)
     answers = [log.get("environment/one_by_one/train/answers", 0.0) for log in logs]
     assert max(answers) >= 4
@@ -252,7 +286,7 @@ def test_report_names_environments_and_evaluations(story):
     tiles = page.evaluate("document.getElementById('tiles').textContent")
     assert page.errors == []
     browser.close()
-    assert "Environmentsby_group, one_by_one" in tiles
+    assert f"Environments{', '.join(sorted(ENVIRONMENTS))}" in tiles
     assert f"Steps{STEPS} of {STEPS}" in tiles
     assert "Evaluation partial, mean score" in tiles
     assert "Evaluation passes, pass@1" in tiles

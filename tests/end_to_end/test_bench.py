@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import torch
 from benchmarks.packed_loop import PackedLoop, Row
 from benchmarks.step_trainers import make_rows
 from benchmarks.weights import _rows_of, build_parser, table
-from tests.forge import FORKED_ENGINES
+from tests.forge import FORKED_ENGINES, TRAINER
 from trl_atropos.weights.tolerance import Tolerance
 
-COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
+COMMAND = ["-m", "trl_atropos.cli", "bench"]
 PATIENCE = 900.0  # seconds for one run on a machine that is busy with other things
 PHASES = ("pause_ms", "publish_ms", "resume_ms")
 
@@ -26,9 +25,7 @@ pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 def bench(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess:
     environment = os.environ | FORKED_ENGINES | ({} if folder is None else {"TMPDIR": str(folder)})
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE
-    )
+    return TRAINER.run([*COMMAND, *arguments], environment, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +285,7 @@ def test_loop_file_has_output_and_model_is_gone(looped):
     [
         (
             ["--against", "trl", "--sides", "ours,theirs"],
-            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, trl",
+            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, no_logprobs, trl",
         ),
         (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
         (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),

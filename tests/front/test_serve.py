@@ -24,16 +24,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.forge import FORKED_ENGINES
+from tests.server.sessions import COMPLETIONS, TOLERANCE, Client, worst_difference
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from tests.weights.versions import wait_for
-from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, VersionsReply, completion_key
+from trl_atropos.protocol import (
+    EVALUATION_KEY,
+    TOKEN_VARIABLE,
+    SamplingSettings,
+    SessionReply,
+    VersionsReply,
+    completion_key,
+)
 from trl_atropos.services.manager import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROMPT = [64, 65, 66, 28]
 GONE_WITHIN = 15.0
-DRAIN_TIMEOUT = 20.0
+DRAIN_TIMEOUT = 12.0
 START_WITHIN = 240.0
 NEW_VERSION = 7
 
@@ -179,6 +187,9 @@ class Publish:
     paused_at: float = 0.0
     answer: dict = field(default_factory=dict)  # of /restart
     seeds: list[str] = field(default_factory=list)  # of the two engines
+    session: Client | None = None  # that began before, and goes on behind the publish
+    deleted: Client | None = None  # that was deleted while the engine was away
+    kept_meanwhile: list[SessionReply] = field(default_factory=list)  # of the two
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +212,10 @@ def publish(front, models) -> Publish:
         Call(watch),
     ]
     wait_for(lambda: all(publish.replies.values()) and publish.infos, "replies of every kind")
+    publish.session = Client(front, evaluation=f"{EVALUATION_KEY}front", max_calls=2)
+    publish.deleted = Client(front)
+    for client in (publish.session, publish.deleted):
+        assert client.post(COMPLETIONS, prompt=[64], max_tokens=4).status_code == 200
     with lease(front):
         publish.in_flight = Call(lambda: sample(front, num_tokens=400))
         wait_for(
@@ -214,9 +229,12 @@ def publish(front, models) -> Publish:
         reply = restart(front, models[1])
         assert reply.status_code == 200, reply.text
         publish.answer = reply.json()
+        publish.kept_meanwhile = [publish.session.kept(), publish.deleted.delete()]
+        continued = Call(lambda: publish.session.post(COMPLETIONS, prompt=[64, 65], max_tokens=6))
         publish.seeds.append(seed_of_engine(front))
         before = {kind: len(replies) for kind, replies in publish.replies.items()}
         front.control("POST", "/resume", {"policy_version": NEW_VERSION})
+    assert continued.result().status_code == 200
     wait_for(
         lambda: (
             all(len(replies) >= before[kind] + 2 for kind, replies in publish.replies.items())
@@ -281,6 +299,26 @@ def test_model_name_stays_while_version_follows(publish, front, models):
         (NEW_VERSION, False),
     }
     assert len({told["instance"] for told in publish.infos}) == 1
+
+
+def test_sessions_outlive_their_engine(publish, front, references, models):
+    first, second = publish.kept_meanwhile
+    assert [len(first.segments), len(second.segments)] == [1, 1]
+    assert (first.ended, second.ended) == (None, "deleted")
+    assert publish.deleted.post().status_code == 410
+    reply = publish.session.kept()
+    assert reply.segments[0] == first.segments[0]
+    assert [segment.versions for segment in reply.segments] == [
+        [(0, 1, 5)],
+        [(NEW_VERSION, *reply.segments[1].sampled[0])],
+    ]
+    for number, model in enumerate(models):
+        assert worst_difference(references[model], reply, only=number) < TOLERANCE
+    assert publish.session.post().status_code == 429  # its bounds outlive the engine, too
+    answer = front.control("POST", "/evaluation", {"key": f"{EVALUATION_KEY}front"}).json()
+    assert answer == {"oldest": 0, "newest": NEW_VERSION}
+    assert front.control("GET", "/sessions").json()["counts"]["opened"] == 2
+    assert front.control("GET", f"/sessions/{publish.session.id}x").status_code == 404
 
 
 def test_engine_starts_use_different_seeds(publish):

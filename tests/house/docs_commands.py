@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from configparser import ConfigParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from tests.check.desk import check
+from tests.forge import TRAINER
 from tests.house.docs_pages import ROOT, Command
 from tests.launching import free_urls
 from trl_atropos.commands import with_recipe
@@ -114,6 +116,11 @@ ELSEWHERE = [
         QUICKSTART,
     ),
     (
+        r"trl-atropos sessions ",
+        "tests/commands/test_sessions.py::test_sessions_are_listed_shown_and_ended",
+        "sessions(list(words))",
+    ),
+    (
         r"trl-atropos serve",
         "tests/server/test_control.py::test_resume_without_pause_is_refused",
         "trl_atropos.server.launch",
@@ -155,9 +162,7 @@ def run_check(command: Command, desk: Path) -> None:
 
 def run_command(command: Command, desk: Path) -> None:
     """`trl-atropos`, in a process of its own."""
-    run_script(
-        Command(command.place, ("python", "-m", "trl_atropos.cli", *command.words[1:])), desk
-    )
+    run_module(command, "trl_atropos.cli", command.words[1:], desk)
 
 
 def run_replay(command: Command, desk: Path) -> None:
@@ -169,9 +174,7 @@ def run_replay(command: Command, desk: Path) -> None:
         "8",
     ]
     arguments = [*arguments, "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no"]
-    printed = run_script(
-        Command(command.place, ("python", "-m", "trl_atropos.train", *arguments)), desk
-    )
+    printed = run_module(command, "trl_atropos.train", arguments, desk)
     # nothing is sampled
     assert "Sample completions of the last batch" in printed and "probe" not in printed, printed
     assert json.loads((desk / "runs/again/summary.json").read_text())["probe_max_abs_diff"] is None
@@ -190,6 +193,12 @@ def make_model(command: Command, desk: Path) -> None:
         patch.setattr(sys, "argv", list(command.words[1:]))
         runpy.run_path(command.words[1], run_name="__main__")
     assert (desk / command.words[2] / "config.json").is_file(), command
+
+
+def run_module(command: Command, module: str, arguments: Sequence[str], desk: Path) -> str:
+    done = TRAINER.run(["-m", module, *arguments], cwd=desk, timeout=600)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 def run_script(command: Command, desk: Path) -> str:

@@ -488,6 +488,78 @@ MUTATIONS: list[Mutation] = [
         "self._known[key] = (min(oldest, *span), span[1])",
         "tests/server/test_plane.py::test_evaluation_has_oldest_and_newest_version",
     ),
+    Mutation(
+        "trl_atropos/server/token_tree.py",
+        "(common if is_whole else whole, common, number)",
+        "(0, common, number)",
+        "tests/server/test_token_tree.py::test_whole_path_comes_before_longer_prefix_of_another",
+    ),
+    Mutation(
+        "trl_atropos/server/token_tree.py",
+        "spans.append((version, begin + first, begin + end))",
+        "spans.append((version, first, end))",
+        "tests/server/test_token_tree.py::test_tree_keeps_each_sampled_token_once_on_its_path",
+    ),
+    Mutation(
+        "trl_atropos/server/token_tree.py",
+        "continues = is_whole and self.segments[child].at == common",
+        "continues = is_whole",
+        "tests/server/test_token_tree.py::test_whole_path_comes_before_longer_prefix_of_another",
+    ),
+    Mutation(
+        "trl_atropos/server/session_door.py",
+        "for name, value in headers if name in KEPT_HEADERS",
+        'for name, value in headers if name != b"content-length"',
+        "tests/server/test_sessions.py::test_fields_and_headers_of_a_call_reach_no_other_client",
+    ),
+    Mutation(
+        "trl_atropos/server/session_door.py",
+        "asked = completions * length",
+        "asked = length",
+        "tests/server/test_sessions.py::test_bounds_refuse_a_call_before_it_samples",
+    ),
+    Mutation(
+        "trl_atropos/server/session_door.py",
+        "            session.reserved -= reserved\n",
+        "",
+        "tests/server/test_sessions.py::test_bounds_refuse_a_call_before_it_samples",
+    ),
+    Mutation(
+        "trl_atropos/server/session_capture.py",
+        "    params = copy.copy(params)\n",
+        "",
+        "tests/server/test_session_capture.py::test_logprobs_are_asked_for_unless_they_come_anyway",
+    ),
+    Mutation(
+        "trl_atropos/server/session_capture.py",
+        'params.__dict__.pop("sampling_type", None)',
+        "pass",
+        "tests/server/test_session_capture.py::test_settings_of_session_override_those_of_client",
+    ),
+    Mutation(
+        "trl_atropos/server/session_capture.py",
+        "                completion.logprobs = None\n",
+        "",
+        "tests/server/test_sessions.py::test_answers_are_those_of_the_plain_routes",
+    ),
+    Mutation(
+        "trl_atropos/server/control.py",
+        "        CALL.set(None)\n",
+        "",
+        "tests/server/test_sessions.py::test_pipelined_plain_request_is_not_kept",
+    ),
+    Mutation(
+        "trl_atropos/server/sessions.py",
+        '            _rewrite(scope, f"{match[1]}{HIDDEN}{match[3]}")\n',
+        '            _rewrite(scope, scope["path"])\n',
+        "tests/server/test_sessions.py::test_no_id_is_ever_logged",
+    ),
+    Mutation(
+        "trl_atropos/server/sessions.py",
+        "if self.plane.holding and query.evaluation is None:",
+        "if query.evaluation is None and False:",
+        "tests/server/test_sessions.py::test_hold_stops_new_sessions_and_no_calls_of_others",
+    ),
     # ------------------------------------------------------------------------------------- rollouts
     Mutation(
         "trl_atropos/rollouts/source.py",

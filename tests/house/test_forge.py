@@ -62,6 +62,30 @@ def test_forked_program_has_imports_and_passes_its_code_on(program):
     until(lambda: not is_alive(int(parent)), "it ends when nobody is connected")
 
 
+def test_forked_program_ends_as_python_does(tmp_path):
+    """With text, traceback, threads and exit functions, each of its outputs apart."""
+    programs = {
+        "text": ("import sys; sys.exit('a text')", 1, "", "a text\n"),
+        "error": ("print('before'); raise ValueError('a mistake')", 1, "before\n", "a mistake\n"),
+        "exit": ("import atexit; atexit.register(print, 'late')", 0, "late\n", ""),
+        "thread": (
+            "import threading, time\n"
+            "threading.Thread(target=lambda: (time.sleep(0.2), print('later'))).start()",
+            0,
+            "later\n",
+            "",
+        ),
+        "interrupt": ("raise KeyboardInterrupt", 130, "", "KeyboardInterrupt\n"),
+    }
+    forge = Forge(IMPORTS)
+    for name, (code, status, output, errors) in programs.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        done = forge.run(["-m", name], cwd=tmp_path, timeout=SOON)
+        assert (done.returncode, done.stdout) == (status, output), name
+        assert done.stderr.endswith(errors) and bool(done.stderr) == bool(errors), name
+    forge.close()
+
+
 def test_workers_share_process_that_outlives_each(program, monkeypatch):
     monkeypatch.setattr("tests.forge.RUN", "the test of the forge")
     env = os.environ | {

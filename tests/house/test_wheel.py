@@ -39,8 +39,10 @@ COLUMNS = 80
 STEPS = "100"  # of the recipe's 150: the reward is then 0.7 to 0.8
 TASK = "a_rather_long_name"  # so that messages with its paths take several lines
 FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer does not have
+# The slow starts that `test_quickstart.py` and `test_as_users.py` make as users do.
+SOONER = {"PYTHONPATH": str(ROOT / "tests/site")}
 CONTROL = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
+COMMANDS = ("train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench")
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:
@@ -151,7 +153,7 @@ class Newcomer:
         """Types a command. It must succeed."""
         master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (24, COLUMNS))
-        env = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        env = {name: value for name, value in os.environ.items() if name not in FOREIGN} | SOONER
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=self.folder,

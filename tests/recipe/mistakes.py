@@ -185,7 +185,7 @@ MISTAKES = {
         lambda desk: desk.written("- max_steps\n"),
         "recipe.yaml must hold `key: value` lines",
         "recipe.yaml: list",
-        "Correct it",
+        "Write one setting a line there, such as `max_steps: 100`",
         "recipe-format",
     ),
     "a setting without a value": Mistake(
@@ -283,7 +283,7 @@ MISTAKES = {
         lambda desk: desk.overlaid(""),
         "overlay.yaml must hold `key: value` lines",
         "overlay.yaml: NoneType",
-        "Correct it",
+        "Write one setting a line there, such as `max_steps: 100`",
         "recipe-format",
     ),
     "a misspelt key in an overlay": Mistake(
@@ -1277,7 +1277,7 @@ MISTAKES = {
         lambda desk: desk.recipe({"cwd": "/nowhere"}),
         "its `cwd`, '/nowhere', is no folder",
         "cwd: /nowhere",
-        "Correct it",
+        "Name a folder that exists, or leave `cwd` out",
         "environment-program",
     ),
     "a Python that cannot run": checked(

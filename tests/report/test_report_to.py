@@ -18,10 +18,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from tests.forge import TRAINER
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RecipeError, RolloutError
-from trl_atropos.recipe_checks import check_reports
+from trl_atropos.recipe_checks import check_reports, require_mlflow_store
 from trl_atropos.report.run_folder import LOG, read_run
 
 OURS = ("rollouts/", "health/", "time/", "policy/")
@@ -122,6 +123,47 @@ def test_folder_that_trackio_cannot_write_to_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="where nothing can be written") as caught:
         check_reports(AtroposGRPOConfig(**arguments(tmp_path, report_to="trackio")))
     assert str(folder) in caught.value.seen and "TRACKIO_DIR" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "nobody is logged in .* Run `wandb login`"),
+        ({"WANDB_API_KEY": "short"}, "login cannot be used .*API key must have .* `wandb login`"),
+        ({"WANDB_API_KEY": "0" * 40}, None),
+        ({"WANDB_MODE": "offline"}, None),
+        ({"WANDB_MODE": "disabled"}, None),
+    ],
+)
+def test_wandb_without_login_is_refused_before_anything_starts(variables, told, tmp_path):
+    """In a process of its own: wandb keeps the credentials that it has found."""
+    pytest.importorskip("wandb")
+    program = (
+        "import sys\nfrom trl_atropos import AtroposGRPOConfig\n"
+        "from trl_atropos.errors import RecipeError\n"
+        "from trl_atropos.recipe_checks import check_reports\n"
+        "training = AtroposGRPOConfig(output_dir='run', report_to='wandb', max_steps=1,\n"
+        "    use_cpu=True, bf16=False, logging_steps=1)\n"
+        "try:\n    check_reports(training)\nexcept RecipeError as error:\n    print(error)\n"
+    )
+    (tmp_path / "asks.py").write_text(program)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    kept |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_SILENT": "true"}
+    done = TRAINER.run(["-m", "asks"], kept | variables, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if told is None:
+        assert done.stdout == ""
+    else:
+        assert re.search(rf"`report_to` has wandb.*{told}", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("uri", ["file:///tmp/runs", "/tmp/runs", "mlruns"])
+def test_file_store_of_mlflow_is_refused(uri):
+    """It has no place for `reward` beside `reward/NAME`, and would end the run."""
+    with pytest.raises(RecipeError, match=r"both `reward` and its parts.*sqlite:///mlflow\.db"):
+        require_mlflow_store(uri)
+    for other in ("sqlite:///mlflow.db", "http://127.0.0.1:5000", "databricks"):
+        require_mlflow_store(other)
 
 
 @pytest.mark.slow

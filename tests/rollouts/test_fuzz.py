@@ -42,9 +42,9 @@ def no_warnings(caplog):
     caplog.set_level(logging.ERROR)  # there are thousands
 
 
-@pytest.mark.seconds(40)
+@pytest.mark.seconds(20)
 @settings(
-    max_examples=10_000,
+    max_examples=10_000 if FULL else 4_000,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=not FULL,

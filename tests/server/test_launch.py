@@ -19,6 +19,7 @@ from trl_atropos.flags import SHORT_NAMES, parallel, server_flags, stated_flags
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
+from trl_atropos.services.manager import free_port
 
 ADAPTER_MODES = ("nccl_lora", "lora")
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
@@ -262,6 +263,44 @@ def test_ready_line_tells_url_and_next_command(server):
     assert server.token not in log
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("./no/model", r"the model folder \./no/model does not exist \(looked in /.*\)\. Name the"),
+        (".", r"the folder \. holds no model: it has no config\.json\. Name the folder"),
+    ],
+)
+def test_folder_without_model_is_refused(model, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for mode in ("colocate", "restart"):
+        with pytest.raises(SystemExit, match=f"trl-atropos serve: {told}"):
+            main([model, "--vllm_mode", mode])
+
+
+@pytest.mark.parametrize(("port", "told"), [("", "is already in use"), ("99999", "port must be")])
+def test_port_that_cannot_be_used_is_refused(port, told, tmp_path, monkeypatch):
+    """And the token of the server that listens there stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = port or str(taken.getsockname()[1])
+        said = rf"port {port} on 127\.0\.0\.1 .*{told}.*another .*`--port`"
+        with pytest.raises(SystemExit, match=said):
+            main(["model", "--port", port])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_before_vllm_takes_it_ends_with_130(monkeypatch, capsys):
+    def interrupted(*_args) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl_atropos.server.launch.unknown_flags", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["model"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\ntrl-atropos serve: stopped by Ctrl-C.\n"
+
+
 def test_unknown_mode_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["m", "--vllm_mode", "banana"])
@@ -277,6 +316,8 @@ def test_restart_mode_becomes_front(tmp_path):
         "m",
         "--vllm_mode",
         "restart",
+        "--port",
+        str(free_port()),
         "--drain_timeout",
         "soon",
     ]

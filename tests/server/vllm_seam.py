@@ -15,6 +15,7 @@ OPENAI_LOGPROBS = ("server/openai_logprobs.py",)
 COMPAT = ("server/compat.py",)
 CONTROL = ("server/control.py",)
 SAMPLING = ("server/sampling.py",)
+SESSIONS = ("server/session_capture.py",)
 LAYOUT = ("server/layout.py",)
 EXTENSION = ("server/extension.py",)
 CHANNEL = ("tensors/channel.py",)
@@ -63,6 +64,7 @@ ENGINE = [
             "reset_prefix_cache(reset_running_requests)",
             "sleep(level, mode)",
             "wake_up(tags)",
+            "abort(request_id)",
         ),
         ("server/control.py", "server/sampling.py"),
     ),
@@ -112,6 +114,35 @@ WRAPPED = [
         exact=True,
     ),
     Names("vllm.v1.engine:EngineCoreRequest", ("sampling_params",), COMPAT),
+    Names("vllm.v1.engine:EngineCoreRequest", ("external_req_id", "request_id"), COMPAT),
+    Names(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        ("add_request(request)", "request_states"),
+        COMPAT,
+    ),
+    Names(
+        "vllm.v1.engine.output_processor:RequestState",
+        ("_weight_version_spans()",),
+        COMPAT,
+        since="0.32",
+    ),
+    Names("vllm.outputs:WeightVersionSpan", ("version", "start", "end"), COMPAT, since="0.32"),
+    Names(
+        "vllm.v1.engine.output_processor:RequestState",
+        ("request_index", "prompt_token_ids", "detokenizer", "logprobs_processor"),
+        SESSIONS,
+    ),
+    Names("vllm.v1.engine.logprobs:LogprobsProcessor", ("logprobs",), SESSIONS),
+    Names(
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        ("output_token_ids",),
+        SESSIONS,
+    ),
+    Names(
+        "vllm.sampling_params:SamplingParams",
+        ("logprob_token_ids", "prompt_logprobs", "flat_logprobs", "sampling_type"),
+        SESSIONS,
+    ),
     Names("vllm.v1.core.block_pool:BlockPool", ("blocks", "cached_block_hash_to_block"), COMPAT),
     Names("vllm.v1.core.block_pool:BlockPool", ("reset_prefix_cache()",), COMPAT, exact=True),
     Names("vllm.v1.core.block_pool:BlockHashToBlockMap", ("_cache",), COMPAT),

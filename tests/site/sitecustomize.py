@@ -1,10 +1,13 @@
-"""Every Python runs this first where the folder is in its `PYTHONPATH`: vLLM then forks its engine.
+"""Every Python runs this first where the folder is in its `PYTHONPATH`: vLLM then forks its engine,
+and environments find no torch.
 
-By default it spawns it, and the engine imports all of vLLM again.
+By default vLLM spawns the engine, which imports all of vLLM again; and Transformers, of which an
+environment needs a tokenizer only, takes twice as long to import with torch.
 """
 
 import os
 import socket
+import sys
 from multiprocessing import context
 
 
@@ -24,3 +27,6 @@ class Engine(context.ForkProcess):
 
 
 context.SpawnContext.Process = Engine
+
+if any("/environment_site/" in word for word in sys.orig_argv):
+    sys.modules["torch"] = None

@@ -2,6 +2,7 @@
 in `test_reference.py`."""
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from accelerate.utils import other
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
@@ -688,3 +690,33 @@ def test_class_with_misnamed_backbone_takes_step(tiny_model, tmp_path):
     )
     trainer.train()
     assert step_logs(trainer)[0]["grad_norm"] > 0
+
+
+def test_installed_packages_are_not_looked_up_in_steps(tiny_model, tmp_path, monkeypatch):
+    """accelerate would parse DeepSpeed's metadata several times in each."""
+
+    class Asked(TrainerCallback):
+        """Notes which packages are asked for while the second step is made."""
+
+        names: list[str] | None = None
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                self.names = []
+                monkeypatch.setattr(importlib.metadata, "metadata", self.find)
+
+        def find(self, name: str):
+            self.names.append(name)
+            return found(name)
+
+    found = importlib.metadata.metadata
+    is_available = other.is_deepspeed_available
+    asked = Asked()
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=2)
+    trainer.add_callback(asked)
+    trainer.train()
+    assert asked.names == []
+    assert other.is_deepspeed_available is is_available
+    other.is_deepspeed_available()
+    assert asked.names == ["deepspeed"]

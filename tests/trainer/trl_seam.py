@@ -135,6 +135,7 @@ HUGGING_FACE = [
         ("training_bar", "current_step"),
         ("report/progress.py",),
     ),
+    Names("accelerate.utils.other:", ("is_deepspeed_available",), ("training/computation.py",)),
     Names("accelerate.state:GradientState", ("_set_sync_gradients(sync_gradients)",), MASTERS),
     Names(
         "accelerate.optimizer:AcceleratedOptimizer",

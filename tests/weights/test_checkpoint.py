@@ -1,5 +1,6 @@
 """A run goes on with the weights of its checkpoint, under whatever names its family saves them."""
 
+import errno
 import json
 import logging
 import operator
@@ -19,7 +20,7 @@ from tests.rollout_factory import arguments, make_group, record, step_logs
 from tests.weights.architectures import FAMILIES, change, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import CheckpointError, SaveError
-from trl_atropos.weights.checkpoint import load_weights, require_whole
+from trl_atropos.weights.checkpoint import disk_errors, load_weights, require_whole
 from trl_atropos.weights.masters import MasterOptimizer
 
 
@@ -289,6 +290,28 @@ def test_adapter_and_model_checkpoints_do_not_mix(run, checkpoint, tmp_path):
         CheckpointError, match=r"The weights of the checkpoint in .*/checkpoint-1 cannot be read"
     ):
         resume(run(tmp_path / "adapter", peft=True), adapter)
+
+
+QUOTA = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("written", [QUOTA, RuntimeError("PytorchStreamWriter failed writing")])
+def test_quota_of_the_disk_is_named_with_its_command(written, tmp_path, monkeypatch):
+    """Torch only says that it cannot write. The disk then tells the reason, at the latest when a
+    file is on it for sure."""
+
+    def refuse(_descriptor: int) -> None:
+        raise QUOTA
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with (
+        pytest.raises(
+            SaveError, match=r"quota exceeded: this user's share .* `quota -s` shows\. .*Make room"
+        ),
+        disk_errors(tmp_path, "The model"),
+    ):
+        raise written
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_full_disk_is_named_and_leaves_no_checkpoint(run, tmp_path):

@@ -4,6 +4,7 @@ breaks."""
 import contextlib
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.server
 def probe(trainer) -> float:
     """Largest difference that one probe sees, in nats."""
     return trainer.policy_publisher.probe()
+
+
+PUBLISHES = 50 if os.environ.get("TRL_ATROPOS_FULL") == "1" else 25  # under load
 
 
 def allowed(trainer) -> float:
@@ -61,8 +65,8 @@ def test_tied_head_stays_tied_to_shared_embedding(make_trainer):
 
 
 def test_publishes_under_load_leave_both_sides_equal(make_trainer, server):
-    """Fifty publishes under load: the probe runs after each, and no client sees an error."""
-    trainer = make_trainer(max_steps=50, learning_rate=1e-3)
+    """The probe runs after each, and no client sees an error."""
+    trainer = make_trainer(max_steps=PUBLISHES, learning_rate=1e-3)
     failures, served, stop = [], [0], threading.Event()
 
     def load(prompt: str) -> None:
@@ -82,7 +86,7 @@ def test_publishes_under_load_leave_both_sides_equal(make_trainer, server):
     publisher = trainer.policy_publisher
     assert failures == []
     assert served[0] > 10
-    assert publisher.policy_version == 50
+    assert publisher.policy_version == PUBLISHES
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 

@@ -35,7 +35,7 @@ from trl_atropos.weights.publisher import NullPublisher
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
-BATCHES = 4  # from the environment
+BATCHES = 3  # from the environment
 PUBLISHES = 50 if FULL else BATCHES
 WHOLE_REQUESTS = 30  # of the clients, that are compared token by token
 # `nccl_lora` sends the same adapter the same way; that the base is shared with it is seen by the
@@ -70,9 +70,9 @@ class FewBatches(AtroposSource):
 
 @contextmanager
 def rollouts(live: Live, folder: Path) -> Iterator[RolloutSource]:
-    """From a real environment where it can tell most: on a server that shares its memory. Else
-    recorded ones."""
-    if FULL or live.mode.vllm_mode == "colocate":
+    """Yields recorded rollouts, or with TRL_ATROPOS_FULL=1 those of a real environment. Its requests
+    take the routes of `Clients`; `test_as_users.py` and `test_quickstart.py` train on them."""
+    if FULL:
         with environment(live, folder) as atropos:
             yield FewBatches(atropos)
     else:

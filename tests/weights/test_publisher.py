@@ -4,6 +4,7 @@ a real gradient scaler."""
 
 from concurrent.futures import Future
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from trl_atropos.errors import AttachError
+from trl_atropos.modes import MODES
 from trl_atropos.server_client import Servers
-from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher, ServerPublisher
+from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.full_weights import FullWeights, Restart
+from trl_atropos.weights.lora import FileLora, MemoryLora
+from trl_atropos.weights.publisher import (
+    NullPublisher,
+    PolicyPublisher,
+    ServerPublisher,
+    transfer_of,
+)
 from trl_atropos.weights.transfer import Transfer
 
 
@@ -145,3 +156,28 @@ def test_publishing_every_second_step_lags_one_version():
         "send 4",
         "send 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "transfer", "settings"),
+    [
+        ("colocate", Colocate, {}),
+        ("server", FullWeights, {"transport": "gloo"}),
+        ("nccl_lora", MemoryLora, {"transport": "gloo"}),
+        ("lora", FileLora, {"folder": Path("/tmp/run/adapters")}),
+        ("restart", Restart, {"folder": Path("/tmp/run/policies")}),
+    ],
+)
+def test_every_mode_has_its_transfer(mode, transfer, settings):
+    servers = Servers([], timeout=1)
+    made = transfer_of(mode, servers, "gloo", "/tmp/run")
+    assert type(made) is transfer and made.servers is servers
+    assert {name: getattr(made, name) for name in settings} == settings
+
+
+def test_mode_that_does_not_exist_is_refused():
+    assert set(MODES) == {"colocate", "server", "nccl_lora", "lora", "restart"}
+    with pytest.raises(
+        AttachError, match=r"`vllm_mode` is 'nccl'.*\. Set it to one of: colocate, "
+    ):
+        transfer_of("nccl", Servers([], timeout=1), "auto", "/tmp/run")

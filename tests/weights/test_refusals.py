@@ -2,7 +2,9 @@
 out."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from trl_atropos.weights.transfer import choose_transport
 pytestmark = pytest.mark.server
 
 ADAPTER_MODES = ("nccl_lora", "lora")
+GONE_WITHIN = 20.0  # seconds
 MODES = ("colocate", "server", *ADAPTER_MODES)
 Build = Callable[..., AtroposGRPOTrainer]
 
@@ -279,11 +282,17 @@ def test_impossible_transport_is_refused(asked, machine, device, told):
 
 
 @pytest.mark.slow
-def test_trainer_notices_replaced_server(server_model, recording, tmp_path):
+def test_trainer_notices_server_replaced_after_ctrl_c(server_model, recording, tmp_path):
     with running_server(server_model, tmp_path / "first") as first:
         publisher = make_publisher(first, tmp_path)
         trainer = trainers.make_trainer(publisher, recording, server_model, tmp_path, max_steps=1)
         trainer.train()
+        # as a terminal does: the engine gets it, too
+        os.killpg(first.api.pid, signal.SIGINT)
+        assert first.process.wait(GONE_WITHIN) == 128 + signal.SIGINT
+        said = first.log.read_text()
+        assert "\ntrl-atropos serve: stopped by Ctrl-C.\n" in said
+        assert "Traceback" not in said
     port = int(first.url.rsplit(":", 1)[1])
     with running_server(server_model, tmp_path / "second", port=port, token=first.token) as second:
         message = r"was restarted since this trainer was built.*build the trainer again \(its last checkpoint can be resum"

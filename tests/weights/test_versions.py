@@ -89,7 +89,7 @@ def assert_true(
 
 def test_rows_are_tagged_with_sampling_versions(policy, book, server):
     rng = random.Random(0)
-    long = Call(lambda: generate(server, PROMPT, 500, n=16))
+    long = Call(lambda: generate(server, PROMPT, 300, n=8))
     # by the version after whose publish they were asked for
     short: dict[int, list[Completion]] = {}
     while long.is_alive() and len(short) < KEPT // 2:  # or the first of them would be forgotten

@@ -1,7 +1,7 @@
 """Commands of `trl-atropos` around a run: `train`, `eval`, `try`, `init` and `slurm`.
 
-`cli.py` calls one with the words behind its name. `rehearsal.py` does the work of `try`, and
-`batch_script.py` renders the script of `slurm`.
+`cli.py` calls one with the words behind its name. `rehearsal.py` does the work of `try`,
+`batch_script.py` renders the script of `slurm`, and `sessions.py` is the command `sessions`.
 """
 
 import argparse

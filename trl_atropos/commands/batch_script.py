@@ -5,6 +5,7 @@ recipe and of the command's flags filled in. The first does what docs/multi-node
 """
 
 import argparse
+import difflib
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ its last checkpoint.
   trl-atropos slurm recipes/gsm8k/zero3_72b.yaml --nodes 3 --output job.sh
   sbatch job.sh"""
 
+EXAMPLE = "recipes/gsm8k/colocate.yaml"
 STARTS = ("accelerate launch ", "trl-atropos ")  # of a command in the first lines of a recipe
 OWN_FLAGS = ("--host", "--port", "--vllm_mode")  # of a server, which the script sets
 # with @NAME@ where something is filled in
@@ -166,8 +168,27 @@ def _existing_recipe(words: list[str]) -> str:
         raise RecipeError("No recipe", fix="Name it first: `trl-atropos slurm RECIPE --nodes N`.")
     if not os.path.isfile(recipe):
         what = f"The recipe {recipe!r} does not exist (looked in {os.getcwd()})"
-        raise RecipeError(what, recipe, "Correct it.")
+        if os.path.isdir(recipe):
+            what = f"The recipe {recipe!r} is a folder, not a YAML file"
+        fix = (
+            f"Name the recipe's file first, as in `trl-atropos slurm {_example(recipe)} --nodes N`."
+        )
+        raise RecipeError(what, recipe, fix, "no-recipe")
     return recipe
+
+
+def _example(recipe: str) -> str:
+    """Returns the path of a recipe that may be meant by one that does not exist: a file in its
+    folder whose name is alike, or one of the repository's."""
+    path = Path(recipe)
+    folder = path if path.is_dir() else path.parent
+    names = sorted(file.name for file in folder.glob("*.yaml"))
+    close = difflib.get_close_matches(path.name, names, n=1)
+    if path.is_dir():
+        close = names[:1]
+    if not close:
+        return EXAMPLE
+    return str(folder / close[0])
 
 
 def _mode_of(settings: dict[str, Any]) -> Mode:

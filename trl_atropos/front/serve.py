@@ -36,6 +36,7 @@ from yarl import URL
 from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.front.engine import LOG_POLL, Engine
+from trl_atropos.front.sessions import FrontSessions
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser, url_of
 from trl_atropos.server.plane import (
     EVALUATION,
@@ -85,6 +86,8 @@ class Front(ControlPlane):
     ) -> None:
         super().__init__()
         self.engine = Engine(options.model, flags, options.seed, session)
+        self.sessions = FrontSessions(self, self.engine)
+        self.answer_about_sessions = self.sessions.control
         # seconds that a pause waits for the requests in flight
         self.drain_timeout = options.drain_timeout
         self.policy_version = 0  # requests that go through now sample from it
@@ -98,6 +101,7 @@ class Front(ControlPlane):
             ("POST", "/versions"): self.versions,
             ("POST", "/evaluation"): self.evaluations.answer,
             ("GET", "/refusals"): self.refusals,
+            ("GET", "/load"): self.sessions.load,
         }
         self.changes = {
             "/attach": Change(self.attach),
@@ -116,6 +120,7 @@ class Front(ControlPlane):
             response = JSONResponse({}) if trouble is None else error(503, trouble)
             await response(scope, receive, send)
         elif scope["path"].startswith(f"{protocol.ROUTE_PREFIX}/"):
+            self.sessions.hide(scope)
             await self.control(request, send)
         else:
             await self._forward(request, send)
@@ -215,13 +220,14 @@ class Front(ControlPlane):
             await asyncio.sleep(DRAIN_POLL)
         unfinished = self.in_flight
         if unfinished:
-            self._release(self.policy_version)
+            self._let_through(self.policy_version)
             raise Refused(
                 f"{unfinished} requests were still in flight after {self.drain_timeout:g} s, so "
                 "the server goes on: raise its `--drain_timeout`, or have environments ask for "
                 "fewer tokens"
             )
         await self._keep_versions()
+        await self.sessions.take()
         return {}
 
     async def _keep_versions(self) -> None:
@@ -263,10 +269,20 @@ class Front(ControlPlane):
         version = int(body["policy_version"])
         if not self.paused:
             raise Refused("resume without a pause")
-        self._release(version)
+        await self._release(version)
         return {"policy_version": version}
 
-    def _release(self, policy_version: int) -> None:
+    async def _release(self, policy_version: int) -> None:
+        """Lets requests through to an engine that is new, or that nothing is in flight in. Ends the
+        front if the engine does not take its sessions."""
+        try:
+            await self.sessions.give_back(policy_version)
+        except Refused as problem:
+            self.end(str(problem))
+            raise
+        self._let_through(policy_version)
+
+    def _let_through(self, policy_version: int) -> None:
         assert self.engine.model is not None, "requests would go to an engine that is away"
         self.model = self.engine.model
         self.policy_version = policy_version
@@ -288,7 +304,7 @@ class Front(ControlPlane):
             with contextlib.suppress(Refused):  # `_go_back` has ended the front
                 if self.engine.model != self.model:
                     await self._go_back()
-                self._release(self.policy_version)
+                await self._release(self.policy_version)
 
     async def _go_back(self) -> None:
         """Starts the engine on the last version's model. Ends the front if that fails."""
@@ -329,7 +345,11 @@ class Front(ControlPlane):
             await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
-        await self.until_admitted(request)
+        path = request.scope["path"]
+        if self.sessions.is_call(path):  # a hold stops new sessions, and no calls of others
+            EVALUATION.set(self.sessions.evaluation_of(path))
+        else:
+            await self.until_admitted(request)
         await self.until_open()
         version = self.policy_version  # it cannot change while a request is in flight
         self.in_flight += 1
@@ -369,7 +389,7 @@ class Front(ControlPlane):
         try:
             async with self.changing:
                 await self.engine.serve(self.model)
-                self._release(0)
+                await self._release(0)
             sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
             while True:
                 if self.engine.model is not None:  # otherwise a restart looks after it
@@ -496,7 +516,7 @@ def main(argv: list[str] | None = None) -> None:
     flags += ["--numerics", options.numerics]
     url = url_of(options.host, options.port)
     try:
-        require_free_port(url, "the server", "give another one with `--port`")
+        require_free_port(url, "the server", "Give another one with `--port`.")
     except AtroposTrainingError as problem:
         sys.exit(fitted(f"trl-atropos serve: {problem}"))
     install_handlers()

@@ -6,13 +6,16 @@ each of them, and for each name that is imported, in the installed vLLM, and `ma
 VLLM=0.33.0` in the source of another.
 """
 
+import logging
 import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import entry_points
+from typing import Any
 
+import uvloop
 import vllm
 from packaging.version import Version
 from torch import nn
@@ -42,6 +45,30 @@ def run_server() -> None:
     except ImportError:  # 0.26, where it is a script
         main = partial(runpy.run_module, "vllm.entrypoints.openai.api_server", run_name="__main__")
     main()  # outside: no error of the server shall have this one for its cause
+
+
+def note_signals(noted: list[int]) -> None:
+    """Appends each signal that vLLM's event loop handles to `noted`. By vLLM's own end, nobody can
+    tell that a signal asked for it.
+
+    After a signal, vLLM logs no traceback of the engine any more: Ctrl-C ends it at the same time.
+    """
+    add_handler = uvloop.Loop.add_signal_handler
+
+    def add_noting_handler(
+        loop: uvloop.Loop, signum: int, callback: Callable[..., Any], *args: Any
+    ) -> None:
+        def note_and_call() -> None:
+            noted.append(signum)
+            callback(*args)
+
+        add_handler(loop, signum, note_and_call)
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not noted or record.exc_info is None
+
+    uvloop.Loop.add_signal_handler = add_noting_handler
+    logging.getLogger("vllm.v1.engine.async_llm").addFilter(is_wanted)
 
 
 async def pause(engine, clear_cache: bool) -> None:
@@ -181,6 +208,60 @@ def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
 
 def _publishes_of(version: str) -> int:
     return 0 if version == UNMARKED else int(version)
+
+
+def marks_of_tokens(state) -> list[tuple[int, int, int]] | None:
+    """Returns the stretches of the tokens that vLLM's state of a request has so far, as (publishes,
+    start, end): after how many publishes they were sampled. `None` if they are not marked."""
+    spans = state._weight_version_spans() if NEW else None
+    if not spans:
+        return None
+    return [(_publishes_of(span.version), span.start, span.end) for span in spans]
+
+
+# vLLM's states of the requests that sessions watch, by the id that the server gave them. Each
+# completion of a request has a state.
+_states: dict[str, list] = {}
+
+
+def watch_request(request_id: str) -> list:
+    """Returns the list that gets vLLM's state of each completion of a request that begins now.
+
+    vLLM forgets the states of a request whose client goes away before anybody else learns of it.
+    """
+    states: list = []
+    _states[request_id] = states
+    return states
+
+
+def forget_request(request_id: str) -> None:
+    """Ends what `watch_request` began."""
+    del _states[request_id]
+
+
+def keep_watched_states() -> None:
+    """Makes vLLM's output processor tell of the states that it makes, in this process. The second
+    call does nothing."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    add = OutputProcessor.add_request
+    if add.__module__ == __name__:
+        return
+
+    @wraps(add)
+    def add_request(processor, request, *args, **options):
+        add(processor, request, *args, **options)
+        states = _states.get(request.external_req_id)
+        if states is not None:
+            states.append(processor.request_states[request.request_id])
+
+    add_request.__module__ = __name__
+    OutputProcessor.add_request = add_request
+
+
+def client_error(message: str) -> Exception:
+    """Returns an exception that vLLM's routes answer with status 400."""
+    return VLLMClientError(message)
 
 
 def cpu_experts() -> type | None:

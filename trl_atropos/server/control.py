@@ -27,12 +27,21 @@ from starlette.requests import ClientDisconnect, Request
 from vllm.lora.request import LoRARequest
 
 from trl_atropos import protocol
-from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
+from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, SESSION_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat, sampled_logprobs
 from trl_atropos.server.launch import NUMERICS_VARIABLE, READY_VARIABLE
-from trl_atropos.server.plane import Change, ControlPlane, Refusals, Refused, error
+from trl_atropos.server.plane import (
+    EVALUATION,
+    Change,
+    ControlPlane,
+    Refusals,
+    Refused,
+    error,
+)
 from trl_atropos.server.processes import ENGINE_PROCESS
 from trl_atropos.server.sampling import Sampling
+from trl_atropos.server.session_door import Door
+from trl_atropos.server.sessions import CALL, Sessions
 from trl_atropos.tensors.fingerprint import Assembly
 
 logger = logging.getLogger("vllm.trl_atropos")
@@ -72,6 +81,9 @@ class Control(ControlPlane):
         self.open.set()
         # this, the engine and its models are known from the first request on
         self.sampling: Sampling | None = None
+        self.sessions = Sessions(self, self._abort)
+        self.door = Door(self.sessions, self._longest, self._serve_session)
+        self.answer_about_sessions = self.sessions.control
         self.refusals = Refusals()
         self.asleep = 0  # vLLM's sleep level
         # the weights may be half written, or not those of the version that the server names
@@ -90,8 +102,15 @@ class Control(ControlPlane):
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
             ("POST", "/evaluation"): self.evaluations.answer,
+            ("GET", "/load"): self.load,
             ("GET", "/versions"): lambda body: {"keys": self.ledger.keys()},  # for the front
             ("GET", "/refusals"): lambda body: self.refusals.answer(),
+            # for the front, which keeps sessions while it restarts this server
+            ("GET", "/front/sessions"): lambda body: self.sessions.freeze(),
+            ("POST", "/front/session"): self.session,
+            ("POST", "/front/open"): self.open_session,
+            ("POST", "/front/summary"): lambda body: self.sessions.summary(),
+            ("POST", "/front/begin"): self.begin,
         }
         self.changes = {
             "/attach": Change(self.attach, lease=True),
@@ -112,8 +131,12 @@ class Control(ControlPlane):
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                self.sessions.hide(scope)
             await self.app(scope, receive, _announcing(send))
             return
+        self.sessions.hide(scope)  # before any answer, because uvicorn logs the path
+        CALL.set(None)
         if self.sampling is None:
             self._meet_engine(scope["app"].state)
         try:
@@ -162,6 +185,9 @@ class Control(ControlPlane):
             return True
         if self.broken is not None:
             raise Refused(self.broken, 503)
+        if path.startswith(f"{SESSION_PREFIX}/"):
+            await self.door(scope, receive, send)
+            return True
         samples = path == "/generate" or path in OPENAI_ROUTES
         if samples and scope["method"] == "POST":
             await self.until_admitted(request)
@@ -178,6 +204,19 @@ class Control(ControlPlane):
         if path == "/health":
             await self._require_health()
         return False
+
+    async def _serve_session(self, scope, receive, send) -> None:
+        """Answers a call that the door has let in, at one of vLLM's routes. A hold does not stop
+        it: the session has begun."""
+        EVALUATION.set(None)  # what evaluates is noted by session
+        await self.until_open()
+        await self.app(scope, receive, self.refusals.watched(send))
+
+    def _longest(self) -> int:
+        return self.engine.model_config.max_model_len
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(request_ids)
 
     async def _require_health(self) -> None:
         """Raises `Refused` if the engine does not answer although its process is alive. Does
@@ -256,6 +295,31 @@ class Control(ControlPlane):
         query = protocol.VersionsQuery.model_validate(body)
         notes = self.ledger.find(query.keys)
         return protocol.VersionsReply.of(notes).model_dump()
+
+    def load(self, _body: dict) -> dict:
+        """Returns the fields of `LoadReply`."""
+        in_flight = self.sampling.in_flight.total()
+        reply = protocol.LoadReply(in_flight=in_flight, sessions=self.sessions.num_open)
+        return reply.model_dump()
+
+    # ----------------------------------------------------------------- questions of the front alone
+
+    async def open_session(self, body: dict) -> dict:
+        """Returns the id of a new session."""
+        query = protocol.SessionQuery.model_validate(body)
+        return {"id": await self.sessions.open(query)}
+
+    async def session(self, body: dict) -> dict:
+        """Returns what a session has kept, or `None` if there is no such session."""
+        return {"session": await self.sessions.content(body["id"], body["ends"])}
+
+    def begin(self, body: dict) -> dict:
+        """Makes requests sample from `policy_version`, and takes in the `sessions` that the front
+        has kept, if it has. Only while nothing is in flight."""
+        self.sampling.begin(int(body["policy_version"]))
+        if body["sessions"] is not None:
+            self.sessions.thaw(body["sessions"])
+        return {}
 
     # ------------------------------------------------------------------------------------ a publish
 

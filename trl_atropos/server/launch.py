@@ -8,9 +8,11 @@ the event loop.
 """
 
 import argparse
+import errno
 import importlib.util
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -55,6 +57,8 @@ NUMERICS_FLAGS = {
         )
     },
 }
+WITHOUT_PORT = {"--uds", "--headless"}  # flags of servers that listen on no port
+CONFIGS = ("config.json", "params.json")  # of a model's folder; the second is Mistral's own
 NUMERICS_VARIABLE = "TRL_ATROPOS_NUMERICS"
 # Begins vLLM's flags of speculative decoding: `--speculative-config`, its entries such as
 # `--speculative-config.method`, and `--spec-method`, `--spec-model` and `--spec-tokens`.
@@ -97,7 +101,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Becomes the server: parses our flags, sets the environment, and runs vLLM's own `main`."""
+    """Becomes the server, and ends the process with it: with 130 after Ctrl-C, 143 after SIGTERM,
+    and 1 if the model or the port cannot be used."""
+    signals: list[int] = []
+    try:
+        _serve(argv, signals)
+    except KeyboardInterrupt:  # before vLLM's event loop takes it
+        signals.append(signal.SIGINT)
+    if signals:
+        name = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
+        sys.stderr.write(fitted(f"\ntrl-atropos serve: stopped by {name}.\n"))
+        sys.exit(128 + signals[0])
+
+
+def _serve(argv: list[str] | None, signals: list[int]) -> None:
+    """Parses our flags, sets the environment, and runs vLLM's own `main`. Appends a signal that
+    ends this to `signals`."""
     parser = build_parser()
     options, given = parser.parse_known_args(argv)
     if importlib.util.find_spec("vllm") is None:
@@ -112,6 +131,9 @@ def main(argv: list[str] | None = None) -> None:
     host = stated["--host"]
     port = stated["--port"]
     try:
+        _require_model(options.model)
+        if not WITHOUT_PORT & stated.keys():
+            _require_port(host, port)  # before the token of the server there is overwritten
         ready = ready_text(host, port, options.vllm_mode, set_up_token(port))
     except AtroposTrainingError as error:
         sys.exit(fitted(f"trl-atropos serve: {error}"))
@@ -158,8 +180,9 @@ def main(argv: list[str] | None = None) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.argv = ["trl-atropos serve", *arguments]
     with activity("Importing vLLM"):
-        from trl_atropos.server.compat import run_server
+        from trl_atropos.server.compat import note_signals, run_server
 
+    note_signals(signals)
     run_server()
 
 
@@ -170,6 +193,38 @@ def _refuse_unknown_flags(parser: argparse.ArgumentParser, mode: str, given: lis
     for flag, meant in unknown_flags(given, mode).items():
         fix = f"Did you mean `{meant}`?" if meant else "`vllm serve --help=all` lists them."
         parser.error(f"vLLM has no flag `{flag}`. {fix}")
+
+
+def _require_model(model: str) -> None:
+    """Raises `ServiceError` if `model` is the path of a folder that is not there, or that holds no
+    model. vLLM would take it for a name of the Hub, and end with a traceback."""
+    fix = "Name the folder of a model, or a model of the Hub such as Qwen/Qwen3-0.6B."
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if os.path.isdir(model):
+        if not any(Path(model, name).exists() for name in CONFIGS):
+            what = f"the folder {model} holds no model: it has no {CONFIGS[0]}"
+            raise ServiceError(what, model, fix, "model")
+    elif is_path and not os.path.exists(model):
+        what = f"the model folder {model} does not exist (looked in {os.getcwd()})"
+        raise ServiceError(what, model, fix, "model")
+
+
+def _require_port(host: str, port: str) -> None:
+    """Raises `ServiceError` if the server cannot listen there. vLLM would say so in a traceback."""
+    if not port.isdigit():  # vLLM's parser names it
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        seen = f"port {port} on {host}"
+        what = f"{seen} cannot be listened on ({reason})"
+        fix = "Give another `--host` or `--port`."
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            what = f"{seen} is already in use"
+            fix = "Stop what runs there, or give another one with `--port`."
+        raise ServiceError(what, seen, fix, "port-taken") from error
 
 
 def vllm_arguments(

@@ -40,12 +40,14 @@ from trl_atropos.protocol import (
     Span,
     evaluation_key,
     reason_in,
+    session_token,
 )
 
 logger = logging.getLogger("vllm.trl_atropos")
 
 # seconds that a new trainer waits for the lease: a former one's connection may just be closing
 LEASE_WAIT = 1.0
+HIDDEN = "SESSION"  # stands for the id of a session in a path
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
 # Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone
 # after 10 + 4 * 5 = 30 s.
@@ -136,7 +138,8 @@ class ControlPlane:
     A subclass has `server`, which runs this app, and `trainer_left`, which is called when a lease
     ends, before another trainer may take it. It also has the handlers, which take the body of a
     request and return the answer: `questions`, by method and path, answer at any time; `changes`,
-    by path of POST requests, run one after the other.
+    by path of POST requests, run one after the other. `answer_about_sessions` answers requests to
+    `/trl_atropos/sessions`, from whose path the id of a session has been taken.
     """
 
     def __init__(self) -> None:
@@ -176,9 +179,13 @@ class ControlPlane:
         evaluation = evaluation_key(request.headers.get("authorization", ""))
         EVALUATION.set(evaluation)
         if self.holding and evaluation is None and not self.has_token(request):
-            turn = asyncio.get_running_loop().create_future()
-            self.waiting.append(turn)
-            await turn
+            await self.until_turn()
+
+    async def until_turn(self) -> None:
+        """Waits until a hold ends or admits this one of those that wait."""
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        await turn
 
     async def until_open(self) -> None:
         """Waits out a pause. Raises `Refused` if the server cannot serve any more."""
@@ -189,21 +196,33 @@ class ControlPlane:
 
     def has_token(self, request: Request) -> bool:
         """Returns whether the request has the control token."""
-        given = request.headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+        return _has(request, self.token)
+
+    def _may_ask(self, request: Request, path: str) -> bool:
+        """Returns whether the request has a token for a control route."""
+        if self.has_token(request):
+            return True
+        opens = path == "/sessions" and request.method == "POST"
+        # all of them together would tell one environment the sessions of another
+        if not opens and path not in ("/load", f"/sessions/{HIDDEN}"):
+            return False
+        return _has(request, session_token(self.token))
 
     async def control(
         self, request: Request, send, fatal: tuple[type[Exception], ...] = ()
     ) -> None:
         """Answers a request to a route under `/trl_atropos/`."""
         path = request.scope["path"].removeprefix(ROUTE_PREFIX)
-        if not self.has_token(request):
+        if not self._may_ask(request, path):
             response = error(401, "the control token is missing or wrong")
         elif self.broken is not None:
             response = error(503, self.broken)
         elif path == "/lease" and request.method == "POST":
             await self._hold_lease(request, send)
             return
+        elif path.startswith("/sessions"):
+            work = self.answer_about_sessions(request)
+            response = await answer(work, f"the control request {path}", fatal)
         else:
             response = await answer(self._call(request, path), f"the control request {path}", fatal)
         await response(request.scope, request.receive, send)
@@ -259,6 +278,11 @@ class ControlPlane:
                 await self.trainer_left()
             finally:
                 self.lease.release()
+
+
+def _has(request: Request, token: str) -> bool:
+    given = request.headers.get("authorization", "")
+    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
@@ -341,10 +365,10 @@ class History:
     """Remembers which version was sampled from at which time. Time is counted in publishes, because
     a version may come again: a new trainer begins at any version."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_version: int = 0) -> None:
         self.publishes = 0  # so far
         # By adapter id, `None` for the model itself: (publish, version from then on).
-        self._published: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
+        self._published: dict[int | None, list[tuple[int, int]]] = {None: [(0, first_version)]}
 
     def publish(self, version: int, adapter_id: int | None) -> None:
         """Notes that from now on, the adapter with this id holds `version`, or the model itself if

@@ -46,6 +46,8 @@ from trl_atropos.server.plane import (
     while_connected,
 )
 from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB, SampledLogprobs
+from trl_atropos.server.session_capture import Capture, Sampled, params_for
+from trl_atropos.server.sessions import CALL, Call
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -75,9 +77,10 @@ FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 # Patches of vLLM at import, because they must stand before the first request. `parse` sets
 # `flat_logprobs` in every `/generate` request, and the first patch leaves out texts only for those.
-# The second one comes after it and serves most requests in its place, the third one their answers.
+# The second one comes after it and serves most requests in its place, the last one their answers.
 compat.leave_logprobs_without_text()
 sampled_logprobs.install()
+compat.keep_watched_states()
 openai_logprobs.install()
 
 
@@ -112,6 +115,12 @@ class Sampling:
         self.policy_version = policy_version
         self.adapter = adapter
         self.history.publish(policy_version, _id_of(adapter))
+
+    def begin(self, policy_version: int) -> None:
+        """Makes this the version of the weights that the engine has had since its start, or since
+        the last call of this. Only while nothing is in flight."""
+        self.policy_version = policy_version
+        self.history = History(policy_version)
 
     async def generate(self, request: Request, send) -> None:
         """Answers `POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole
@@ -168,7 +177,11 @@ class Sampling:
         version = self.policy_version
         adapter = self.adapter
         adapter_id = _id_of(adapter)
-        recorder = _Recorder(self, sampling_params, adapter_id)
+        recorder: _Recorder | Capture = _Recorder(self, sampling_params, adapter_id)
+        call = CALL.get()
+        if call is not None:
+            sampling_params, recorder = self._captured(call, sampling_params, adapter_id)
+            request_id = recorder.request_id
         self._versions_in_flight[version] += 1
         self.in_flight[adapter_id] += 1
         try:
@@ -180,8 +193,20 @@ class Sampling:
                 async for output in outputs:
                     yield output, recorder.record(output)
         finally:
+            recorder.close()
             self._versions_in_flight[version] -= 1
             self.in_flight[adapter_id] -= 1
+
+    def _captured(
+        self, call: Call, params: SamplingParams, adapter_id: int | None
+    ) -> tuple[SamplingParams, Capture]:
+        """Returns the parameters of a session's request, and what keeps its tokens."""
+        params, forced = params_for(call, params)
+        settings = _settings_of(params, self.logits_processors)
+        capture = Capture(
+            call, settings, forced, self.plane, self.history, adapter_id, _sampled_logprobs
+        )
+        return params, capture
 
     def _without_seed(self, params: SamplingParams) -> SamplingParams:
         """Returns the parameters without their seed. Warns once."""
@@ -313,6 +338,9 @@ class _Recorder:
                 spans.append(span)
         return spans
 
+    def close(self) -> None:
+        """Does nothing: the notes are complete without requests that were aborted."""
+
     def _note(self, span: Span, prompt_ids: list[int], index: int) -> None:
         """Notes the completion with this index, which has ended."""
         evaluation = EVALUATION.get()
@@ -364,7 +392,7 @@ def _settings(*values) -> SamplingSettings:
     return settings._replace(top_k=max(0, settings.top_k))  # -1 means 0, all tokens
 
 
-def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
+def _sampled_logprobs(completion: CompletionOutput | Sampled) -> list[float]:
     """Returns the log-probability of each sampled token, in nats."""
     if isinstance(completion.logprobs, SampledLogprobs):
         return _all_finite(completion.logprobs.values)
