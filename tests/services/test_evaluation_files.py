@@ -25,7 +25,7 @@ from tests.rollouts import malformed, oracle
 from trl_atropos import activity
 from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
-from trl_atropos.services.evaluation_results import Result, read_result, results_of
+from trl_atropos.services.evaluation_results import Result, read_answers, read_result, results_of
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services
 
@@ -347,6 +347,16 @@ def in_memory(caplog) -> Iterator[Path]:
         dir="/dev/shm" if os.path.isdir("/dev/shm") else None
     ) as folder:
         yield Path(folder)
+
+
+def test_rows_of_an_episode_are_one_answer(tmp_path):
+    """Of three rows, the last two are one episode. Nothing else in `overrides` is looked at."""
+    overrides = [{"temperature": "hot"}, {"episode": 1}, {"episode": 1}]
+    group = {"tokens": [[1, 2]] * 3, "masks": [[-100, 2]] * 3, "scores": [0, 1, 1]}
+    path = tmp_path / "groups.jsonl"
+    path.write_text(json.dumps({"item": 0, "groups": [group | {"overrides": overrides}]}))
+    (answer,) = read_answers(path)
+    assert [group.scores for group in answer.groups] == [[0.0, 1.0]]
 
 
 def test_evaluation_survives_any_content_and_balances(in_memory):

@@ -255,8 +255,26 @@ def _read_answer(line: bytes) -> Answer:
     groups = []
     for group in content.groups:
         fields = msgspec.structs.asdict(group)
+        fields["overrides"] = _episodes(group)
         groups.append(join_rows(parse_group(fields)))
     return Answer(content.item, groups, None)
+
+
+def _episodes(group: _Group) -> list[dict[str, str | int]] | None:
+    """Returns the overrides that say which rows are one episode. An evaluation needs no others, and
+    fails for nothing that is wrong in them."""
+    if not isinstance(group.overrides, list) or not isinstance(group.scores, list):
+        return None
+    if len(group.overrides) != len(group.scores):
+        return None
+    episodes = []
+    for overrides in group.overrides:
+        name = None
+        if isinstance(overrides, dict):
+            name = overrides.get("episode")
+        is_name = isinstance(name, str | int) and not isinstance(name, bool)
+        episodes.append({"episode": name} if is_name else {})
+    return episodes
 
 
 def problem_key(item: int, number: int, group: ScoredGroup) -> str:
