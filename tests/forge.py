@@ -57,7 +57,9 @@ WITHOUT_TORCH = {"PYTHONPATH": str(ROOT / "tests/no_torch")}
 PROGRAM = """
 import atexit, ctypes, gc, json, os, runpy, select, signal, socket, struct, sys, tempfile, threading
 gc.freeze()  # the forks would otherwise copy what they only look at
-listener = socket.socket(fileno=int(sys.argv[1]))
+given = int(sys.argv[1])  # as high as a test process has files open, and select takes no 1024
+listener = socket.socket(fileno=os.dup(given))
+os.close(given)
 clients = {}  # connection -> the beginning of a line
 children = {}  # process -> connection of who asked for it
 
