@@ -12,7 +12,7 @@ from trl_atropos import logging
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
     from trl_atropos.embedded import RunningServices, run, start_services
-    from trl_atropos.rollouts.episodes import episode
+    from trl_atropos.rollouts.episodes import episode, session_episode
     from trl_atropos.rollouts.replay import ReplaySource
     from trl_atropos.rollouts.source import AtroposSource, RolloutSource
     from trl_atropos.trainer import AtroposGRPOTrainer
@@ -33,6 +33,7 @@ __all__ = [
     "episode",
     "logging",
     "run",
+    "session_episode",
     "start_services",
 ]
 
@@ -47,6 +48,7 @@ _MODULES = {
     "RunningServices": "embedded",
     "episode": "rollouts.episodes",
     "run": "embedded",
+    "session_episode": "rollouts.episodes",
     "start_services": "embedded",
 }
 

@@ -34,9 +34,7 @@ from trl_atropos.protocol import (
     environment_token,
     reason_in,
 )
-from trl_atropos.rollouts.wire_values import MASKED
 
-NO_LOGPROB = 1.0  # what Atropos writes for tokens that were not sampled
 TIMEOUT = 60.0  # seconds; while a trainer holds requests, a new session waits without a bound
 
 
@@ -196,46 +194,3 @@ class OpenSession:
         if self._ended is None:
             self._ended = await self.client.end(self.url, self.opened.id)
         return self._ended
-
-
-def item_of(reply: SessionReply) -> dict[str, Any] | None:
-    """
-    Returns all that a session has sampled as one rollout of a group: its first path, and the
-    branches of the others.
-
-        item = item_of(await session.read())
-        for field, value in item.items():
-            group.setdefault(field, []).append(value)
-
-    Tokens whose log-probabilities the trainer cannot compute again (`SessionCall.reason`) are
-    context: they are not trained.
-
-    Returns:
-        `tokens`, `masks`, `inference_logprobs` and `overrides`, or None if nothing can be trained.
-    """
-    usable = set()
-    for call in reply.calls:
-        if call.reason is None:
-            usable.add(call.segment)
-    paths = []
-    for number, segment in enumerate(reply.segments):
-        masks = [MASKED] * len(segment.tokens)
-        logprobs = [NO_LOGPROB] * len(segment.tokens)
-        for start, end in segment.sampled:
-            logprobs[start:end] = segment.logprobs
-            if number in usable:
-                masks[start:end] = segment.tokens[start:end]
-        paths.append(
-            {
-                "of": max(0, segment.parent),
-                "at": segment.at,
-                "tokens": segment.tokens,
-                "masks": masks,
-                "inference_logprobs": logprobs,
-            }
-        )
-    if all(token == MASKED for path in paths for token in path["masks"]):
-        return None
-    first, *branches = paths
-    del first["of"], first["at"]
-    return first | {"overrides": {"branches": branches}}

@@ -159,7 +159,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradient_check = GradientCheck(args.warning_thresholds.get(GRADIENT_NOT_FINITE, 0))
         # Norm in this optimizer step, before clipping: a number or a tensor of one.
         self._gradient_norm: Any = None
-        self._batch_flops: BatchFlops | None = None  # known when training begins
         # Hyperparameters of the optimizer's groups, as this run's settings have made them.
         self._configured_groups: list[dict[str, Any]] = []
         no_dataset = Dataset.from_dict({"prompt": [""]})
@@ -312,7 +311,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         peak = peak_flops(self.accelerator.device)
         if peak is not None:
             self._times.peak_flops = peak * self.accelerator.num_processes
-        self._batch_flops = BatchFlops.of(self.model)
+        self._times.batch_flops = BatchFlops.of(self.model)
         with activity("Opening the source of the rollouts"):
             self._supply.begin()
         self.evaluation.begin(self.state.global_step)
@@ -429,9 +428,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times.tokens = self._schedule.tokens_per_step(
             batch.num_sampled_tokens, batch.num_tokens
         )
-        if self._batch_flops is not None:
-            flops = self._batch_flops.of_rollouts(batch.rollouts)
-            self._times.flops = self._schedule.trained_per_step(flops)
+        flops = self._times.flops_of(batch.rollouts)
+        self._times.flops = self._schedule.trained_per_step(flops)
 
     def _compare_with_sampler(self, scores: Batch) -> None:
         """Compares the policy's log-probabilities, `old_per_token_logps` of `scores`, with the

@@ -11,12 +11,14 @@ computation, just before TRL or Transformers would wait anyway.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import TrainerCallback
 
 from trl_atropos.activity import Activity, duration
+from trl_atropos.metrics.flops import BatchFlops
+from trl_atropos.rollouts.rollout import Rollout
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
@@ -160,6 +162,7 @@ class StepTimes(TrainerCallback):
         flops: operations of such a step, by `metrics/flops.py`: those of the weights as `mfu`, and
             with attention as `mfu_with_attention`, if they are known.
         peak_flops: of all GPUs, per second in bfloat16, if it is known.
+        batch_flops: of training the model on rollouts, if they are known.
         watch: says what a step does that takes long.
     """
 
@@ -169,7 +172,14 @@ class StepTimes(TrainerCallback):
         self.tokens: dict[str, float] = {}
         self.flops: dict[str, float] = {}
         self.peak_flops: float | None = None
+        self.batch_flops: BatchFlops | None = None
         self.watch = StepWatch(stopwatch)
+
+    def flops_of(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Returns the operations of a pass over the rollouts, as far as they are known."""
+        if self.batch_flops is None:
+            return {}
+        return self.batch_flops.of_rollouts(rollouts)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.watch.begin_at(state.global_step + 1)

@@ -1,8 +1,9 @@
 """From rows to an episode. A row is a whole sequence of tokens, as a server saw it in one call; the
 rows of an episode begin alike, and an episode has each token once.
 
-Authors of environments call `episode`. `intake.py` calls `join_rows`, for environments that send
-the rows themselves. Neither needs torch.
+Authors of environments call `episode`, or `session_episode` for what a session of the server has
+kept. `intake.py` calls `join_rows`, for environments that send the rows themselves. None of them
+needs torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from trl_atropos.errors import RolloutError
+from trl_atropos.protocol import SessionReply
 from trl_atropos.rollouts.wire import RolloutOverrides, ScoredGroup
 from trl_atropos.rollouts.wire_values import MASKED, RejectedGroup, ScoredPath
 
+NO_LOGPROB = 1.0  # what Atropos writes for tokens that were not sampled
 FIELDS = ("tokens", "masks", "inference_logprobs", "advantages")  # of a row, in this order
 
 
@@ -197,6 +200,48 @@ def _as_list(entries: Any) -> list:
     if hasattr(entries, "tolist"):
         return entries.tolist()
     return list(entries)
+
+
+def session_episode(reply: SessionReply) -> dict[str, Any] | None:
+    """
+    Returns one item of a group that stands for all that a session has sampled (docs/sessions.md).
+
+        item = trl_atropos.session_episode(await session.read())
+        for field, value in item.items():
+            group.setdefault(field, []).append(value)
+
+    Tokens whose log-probabilities the trainer cannot compute again (`SessionCall.reason`) are
+    context: they are not trained.
+
+    Returns:
+        `tokens`, `masks`, `inference_logprobs` and `overrides`, or None if nothing can be trained.
+    """
+    usable = set()
+    for call in reply.calls:
+        if call.reason is None:
+            usable.add(call.segment)
+    paths = []
+    for number, segment in enumerate(reply.segments):
+        masks = [MASKED] * len(segment.tokens)
+        logprobs = [NO_LOGPROB] * len(segment.tokens)
+        for start, end in segment.sampled:
+            logprobs[start:end] = segment.logprobs
+            if number in usable:
+                masks[start:end] = segment.tokens[start:end]
+        paths.append(
+            {
+                "of": max(0, segment.parent),
+                "at": segment.at,
+                "tokens": segment.tokens,
+                "masks": masks,
+                "inference_logprobs": logprobs,
+            }
+        )
+    if all(token == MASKED for path in paths for token in path["masks"]):
+        return None
+    first, *branches = paths
+    del first["of"], first["at"]
+    return first | {"overrides": {"branches": branches}}
 
 
 # -------------------------------------------------------------------------------- rows sent as rows

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from trl_atropos.protocol import SessionReply
+from trl_atropos.rollouts.episodes import session_episode
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.wire import read_group
-from trl_atropos.session_client import item_of
 
 
 def call(segment: int, reason: str | None = None) -> dict:
@@ -53,7 +53,7 @@ def reply(reason: str | None = None) -> SessionReply:
 
 @pytest.mark.parametrize("reason", [None, "min_tokens"])
 def test_session_is_rollout_with_branches(reason):
-    item = item_of(reply(reason))
+    item = session_episode(reply(reason))
     group = {field: [value] * 2 for field, value in item.items()} | {"scores": [0.0, 1.0]}
     body = json.dumps(group).encode()
     rollout, _ = Intake(100, 1.0, "refuse").admit([read_group(body)])
@@ -70,4 +70,4 @@ def test_session_is_rollout_with_branches(reason):
 
 def test_session_without_calls_is_no_rollout():
     content = {"segments": [], "calls": [], "counts": {}, "ended": None}
-    assert item_of(SessionReply.model_validate(content)) is None
+    assert session_episode(SessionReply.model_validate(content)) is None
