@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROMPT = [64, 65, 66, 28]
 GONE_WITHIN = 15.0
-DRAIN_TIMEOUT = 12.0
+DRAIN_TIMEOUT = 20.0
 START_WITHIN = 240.0
 NEW_VERSION = 7
 
