@@ -10,7 +10,8 @@ from trl_atropos.rollouts.api import (
     join,
 )
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.wire import ScoredGroup
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
 

@@ -20,7 +20,8 @@ from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RunInfo
 from trl_atropos.rollouts.tree import Tree
-from trl_atropos.rollouts.wire import RejectedGroup, parse_group
+from trl_atropos.rollouts.wire import parse_group
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 DATA = Path(__file__).parent / "data"
 START_TIMEOUT = 60.0  # seconds; importing the API takes a few on a loaded machine

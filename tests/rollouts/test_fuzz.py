@@ -24,7 +24,8 @@ from tests.rollouts.malformed import malformed_bodies
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.wire import RejectedGroup, decode_reply, read_group
+from trl_atropos.rollouts.wire import decode_reply, read_group
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same

@@ -11,7 +11,8 @@ from trl_atropos.metrics.health import share_dropped
 from trl_atropos.rollouts import drop_reasons
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.wire import RejectedGroup, parse_group
+from trl_atropos.rollouts.wire import parse_group
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 
 def rows(

@@ -10,6 +10,7 @@ the rollouts' own affair.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,7 +60,8 @@ class RolloutTokens(NamedTuple):
         return paths
 
 
-class Path(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Path:
     """A sequence of `n` tokens of one rollout."""
 
     rollout: int  # its number in the micro-batch

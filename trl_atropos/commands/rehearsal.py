@@ -35,7 +35,8 @@ from trl_atropos.rollouts.drop_reasons import JOINED
 from trl_atropos.rollouts.intake import UNKNOWN_OVERRIDE, Intake
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
+from trl_atropos.rollouts.wire import ScoredGroup, parse_group
+from trl_atropos.rollouts.wire_values import RejectedGroup
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
 from trl_atropos.services.service_log import cause_of_end, tail

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.wire import BatchReply, decode_reply
+from trl_atropos.rollouts.wire import decode_reply
+from trl_atropos.rollouts.wire_format import BatchReply
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ import numpy as np
 from trl_atropos.rollouts.diagnosis import Batch, Diagnosis
 from trl_atropos.rollouts.drop_reasons import LOST_IN_DELIVERY
 from trl_atropos.rollouts.spool import Delivery, FileHeader
-from trl_atropos.rollouts.wire import RejectedGroup
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 logger = logging.getLogger(__name__)
 

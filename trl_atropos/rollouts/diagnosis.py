@@ -23,7 +23,8 @@ from trl_atropos.rollouts.api import (
     label_of,
 )
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.wire import ScoredGroup
+from trl_atropos.rollouts.wire_values import RejectedGroup
 
 logger = logging.getLogger(__name__)
 

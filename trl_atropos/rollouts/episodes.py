@@ -14,7 +14,8 @@ import numpy as np
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import SessionReply
-from trl_atropos.rollouts.wire import RolloutOverrides, ScoredGroup
+from trl_atropos.rollouts.wire import ScoredGroup
+from trl_atropos.rollouts.wire_format import RolloutOverrides
 from trl_atropos.rollouts.wire_values import MASKED, RejectedGroup, ScoredPath
 
 NO_LOGPROB = 1.0  # what Atropos writes for tokens that were not sampled

@@ -36,7 +36,7 @@ from trl_atropos.rollouts.deliveries import Arrival, Deliveries, next_delivery
 from trl_atropos.rollouts.diagnosis import QUIET_WARNING, Batch, Diagnosis
 from trl_atropos.rollouts.spool import Spool
 from trl_atropos.rollouts.versions import RequestGate
-from trl_atropos.rollouts.wire import BatchReply
+from trl_atropos.rollouts.wire_format import BatchReply
 
 logger = logging.getLogger(__name__)
 

@@ -3,26 +3,36 @@
 `AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes
 rollouts of the result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a
 score. Past this file, groups are trusted.
+
+What a group may have stands in `wire_format.py`, what its values may be in `wire_values.py`.
 """
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from reprlib import repr as short
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
 
 from trl_atropos.rollouts.tree import NO_PARENT
+from trl_atropos.rollouts.wire_format import (
+    BatchReply,
+    Branch,
+    Group,
+    KnownGroup,
+    Overrides,
+    RolloutOverrides,
+    Sampling,
+    unknown_overrides,
+)
+from trl_atropos.rollouts.wire_messages import dumps, message_texts
 from trl_atropos.rollouts.wire_values import (
     Check,
-    Number,
     RejectedGroup,
     ScoredPath,
     finite,
@@ -32,111 +42,6 @@ from trl_atropos.rollouts.wire_values import (
     teacher,
     trained_tokens,
 )
-
-INT32_MAX = 2**31 - 1
-MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
-
-MAX_FLOAT = sys.float_info.max
-TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
-# Atropos' collectors send empty lists and objects for what they do not have.
-Nothing = Annotated[dict[str, Any], Meta(max_length=0)] | None
-Empty = Annotated[list[Any], Meta(max_length=0)] | None
-T = TypeVar("T")
-PerRollout = list[T | Nothing] | Nothing
-"""One entry for each rollout of a group, if anything was sent."""
-
-
-class Sampling(Struct):
-    """The sampling settings of the group, as far as the environment says."""
-
-    temperature: Finite | None = None
-
-
-class Overrides(Sampling):
-    """Requests of an environment for one rollout or for a whole group. Other keys have no effect,
-    and are named once (`ScoredGroup.unknown_overrides`)."""
-
-    set_advantage_to_zero: bool | None = None
-    sft: bool | None = None
-    evaluation: bool | None = None
-    rewards: Any = None  # named parts of the score, which `reward_parts.py` checks
-    group_size: Any = None  # of a group, for Atropos itself
-
-
-class Branch(Struct):
-    """A further path of a rollout: the first `at` tokens of the rollout's path `of`, then `tokens`.
-    Path 0 is the rollout's own tokens, path 1 its first branch. With `at` 0, it is a context of its
-    own. The other fields are those of `Group`, for one path."""
-
-    of: int
-    at: int
-    tokens: list[TokenId]
-    masks: list[int]
-    inference_logprobs: list[Number | None] | Nothing = None
-    advantages: list[Number] | Nothing = None
-    distill_token_ids: list[list[TokenId] | Nothing] | Nothing = None
-    distill_logprobs: list[list[Number | None] | Nothing] | Nothing = None
-
-
-class RolloutOverrides(Overrides):
-    """Requests for one rollout, and what a group's own fields have no place for."""
-
-    branches: list[Branch] | None = None
-    # Rows of a group with the same value are one rollout (`episodes.py`).
-    episode: str | int | None = None
-    # of the first path, if the group has none: Atropos' `collect_trajectories` drops them
-    inference_logprobs: list[Number | None] | Nothing = None
-
-
-class Group(Struct):
-    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per
-    token."""
-
-    tokens: list[list[TokenId]]
-    masks: list[list[int]]
-    scores: list[Number]
-    inference_logprobs: PerRollout[list[Number | None]] = None
-    advantages: PerRollout[list[Number]] = None
-    distill_token_ids: PerRollout[list[list[TokenId] | Nothing]] = None
-    distill_logprobs: PerRollout[list[list[Number | None] | Nothing]] = None
-    overrides: list[RolloutOverrides | Empty] | Nothing = None
-    group_overrides: Overrides | Empty = None
-    generation_params: Sampling | Empty = None
-    env_id: Int64 | None = None
-    messages: Any = None
-    images: Any = None
-
-
-class KnownOverrides(Overrides, forbid_unknown_fields=True):
-    """Overrides of which each key is known."""
-
-
-class KnownBranch(Branch, forbid_unknown_fields=True):
-    """A branch of which each key is known."""
-
-
-class KnownRolloutOverrides(RolloutOverrides, forbid_unknown_fields=True):
-    """Overrides of one rollout of which each key is known."""
-
-    branches: list[KnownBranch] | None = None
-
-
-class KnownGroup(Group):
-    """A group in whose overrides each key is known. Most groups are such. To read them as such
-    costs nothing, and to look through the keys of the others takes half as long as to read them."""
-
-    overrides: list[KnownRolloutOverrides | Empty] | Nothing = None
-    group_overrides: KnownOverrides | Empty = None
-
-
-class BatchReply(Struct):
-    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is
-    registered."""
-
-    batch: list[Any] | None
-    status: Literal["error"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +194,7 @@ def parse_group(raw: object) -> ScoredGroup:
             raise RejectedGroup(_explained(sent, str(error))) from None
     unknown = []
     if group.overrides or group.group_overrides:
-        unknown = _unknown_overrides(sent)
+        unknown = unknown_overrides(sent)
     return _checked(group, unknown)
 
 
@@ -327,7 +232,7 @@ def _converted(sent: Any) -> Group:
     try:
         return msgspec.convert(sent, Group)
     except UnicodeEncodeError:  # of half a surrogate pair in the key of an object
-        return msgspec.convert(json.loads(_dumps(sent)), Group)
+        return msgspec.convert(json.loads(dumps(sent)), Group)
 
 
 def _explained(sent: Any, error: str) -> str:
@@ -341,52 +246,6 @@ def _explained(sent: Any, error: str) -> str:
     place = path[1:-1] or "the group"
     reason = expected[:1].lower() + expected[1:]
     return f"{place} is {short(value)}: {reason}"
-
-
-# ------------------------------------------------------------------- keys that nobody here knows
-
-
-class Keys(Struct):
-    """The overrides of a group, by their keys."""
-
-    overrides: list[dict[str, Raw] | list | None] | dict | None = None
-    group_overrides: dict[str, Raw] | list | None = None
-
-
-DECODE_KEYS = msgspec.json.Decoder(Keys).decode
-DECODE_BRANCHES = msgspec.json.Decoder(list[dict[str, Raw]] | None).decode
-KNOWN_OF_GROUP = {*Overrides.__struct_fields__}
-KNOWN_OF_ROLLOUT = {*RolloutOverrides.__struct_fields__}
-KNOWN_OF_BRANCH = {*Branch.__struct_fields__}
-
-
-def _unknown_overrides(sent: Any) -> list[str]:
-    """Returns the keys of a group's overrides that have no effect, such as `brnaches` and
-    `branches[].logprobs`. `sent` is the group as text (`bytes`) or as Python objects."""
-    if isinstance(sent, bytes):
-        try:
-            keys = DECODE_KEYS(sent)
-            return _keys_beyond_ours(keys.overrides, keys.group_overrides)
-        except (msgspec.MsgspecError, UnicodeError):  # of half a surrogate pair in a key
-            sent = json.loads(sent)
-    return _keys_beyond_ours(sent.get("overrides"), sent.get("group_overrides"))
-
-
-def _keys_beyond_ours(overrides: Any, group_overrides: Any) -> list[str]:
-    unknown: set[str] = set()
-    if group_overrides:
-        unknown.update(group_overrides.keys() - KNOWN_OF_GROUP)
-    for fields in overrides or []:
-        if not fields:
-            continue
-        unknown.update(fields.keys() - KNOWN_OF_ROLLOUT)
-        branches = fields.get("branches")
-        if isinstance(branches, Raw):
-            branches = DECODE_BRANCHES(branches)
-        for branch in branches or []:
-            keys_of_branch = branch.keys() - KNOWN_OF_BRANCH
-            unknown.update(f"branches[].{key}" for key in keys_of_branch)
-    return sorted(short(key) for key in unknown)
 
 
 # ------------------------------------------------------------------- shapes and values of a group
@@ -433,7 +292,7 @@ def _checked(group: Group, unknown_overrides: list[str]) -> ScoredGroup:
         overrides=overrides,
         group_overrides=group.group_overrides or Overrides(),
         generation_params=group.generation_params or Sampling(),
-        messages=_messages(group.messages, size),
+        messages=message_texts(group.messages, size),
         images=group.images,
         env_id=group.env_id,
         unknown_overrides=unknown_overrides,
@@ -553,47 +412,3 @@ def _require_all_advantages(i: int, paths: list[ScoredPath]) -> None:
     raise RejectedGroup(
         f"{name} is missing, and other paths of the rollout have token-level advantages"
     )
-
-
-# ----------------------------------------------------------------------- messages for human readers
-
-
-def _messages(value: Any, size: int) -> list[str | None]:
-    """Returns the JSON text of each rollout's messages, at most 64 KiB: longer conversations lose
-    their last messages. They are for human readers only, so no shape of them is an error."""
-    is_per_rollout = isinstance(value, list) and len(value) == size
-    if not is_per_rollout:
-        return [None] * size
-    return [_message_text(messages) for messages in value]
-
-
-def _message_text(messages: Any) -> str | None:
-    if not messages:
-        return None
-    try:
-        text = _dumps(messages)
-    except RecursionError:  # nested too deeply to be read by anybody
-        return None
-    total = len(text.encode())
-    if total <= MAX_MESSAGE_BYTES:
-        return text
-    entries = [messages]
-    if isinstance(messages, list):
-        entries = messages
-    kept = []
-    left = MAX_MESSAGE_BYTES - 200  # for the note
-    for entry in entries:
-        text = _dumps(entry)
-        left -= len(text.encode()) + len(", ")
-        if left < 0:
-            break
-        kept.append(entry)
-    left_out = len(entries) - len(kept)
-    note = {"role": "note", "content": f"{left_out} more messages; {total} bytes in all"}
-    return _dumps([*kept, note])
-
-
-def _dumps(value: Any) -> str:
-    """Returns JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()
