@@ -468,3 +468,4 @@ class LoadReply(Strict):
 
     in_flight: int  # requests for samples, of sessions and others
     sessions: int  # open ones
+    counts: dict[str, int] = {}  # those of `SessionsReply`

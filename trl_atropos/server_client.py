@@ -26,6 +26,7 @@ from trl_atropos.protocol import (
     Attachment,
     EvaluationReply,
     FingerprintsReply,
+    LoadReply,
     Note,
     ParameterSpec,
     RefusalsReply,
@@ -99,6 +100,10 @@ class ServerClient:
         `protocol.EVALUATION_KEY`."""
         phase = "asking which versions sampled an evaluation"
         return EvaluationReply.model_validate(self._call("/evaluation", phase, {"key": key}))
+
+    def load(self) -> LoadReply:
+        """Returns how busy the server is, and what its sessions have sampled."""
+        return LoadReply.model_validate(self._call("/load", "asking about its sessions"))
 
     def refusals(self, timeout: float) -> RefusalsReply:
         """Returns the requests that the server answered with an error, by reason."""

@@ -43,6 +43,11 @@ def test_environment_of_the_page_trains(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == STEPS
     assert summary["probe_max_abs_diff"] <= 1e-4
+    records = map(json.loads, (tmp_path / "run/run_log.jsonl").read_text().splitlines())
+    logs = [record["logs"] for record in records if "logs" in record]
+    counted = [log.get("sessions/tokens", 0.0) for log in logs]
+    assert sum(counted) > 0
+    assert sum(log.get("sessions/ended_deleted", 0.0) for log in logs) >= STEPS * 16
     versions = _versions_in(tmp_path / "run")
     assert len(versions) >= STEPS * 16
     assert None not in versions and max(versions) > 0

@@ -91,7 +91,9 @@ class FrontSessions(SessionRoutes):
     async def load(self, _body: dict) -> dict:
         """Returns the fields of `LoadReply`."""
         if self._are_here:
-            return LoadReply(in_flight=0, sessions=self._kept.num_open).model_dump()
+            counts = dict(self._kept.counts)
+            reply = LoadReply(in_flight=0, sessions=self._kept.num_open, counts=counts)
+            return reply.model_dump()
         try:
             return await self.engine.ask("GET", "/load")
         except (aiohttp.ClientError, TimeoutError) as problem:

@@ -134,6 +134,7 @@ class Feed:
     def metrics(self) -> dict[str, float]:
         """Returns the counts since the last call, see `AtroposSource.metrics`."""
         metrics = self.selection.metrics() | self.intake.metrics()
+        metrics |= self.versions.sessions.metrics()
         metrics["rollouts/waiting_rows"] = float(self._ready)
         return metrics
 
@@ -203,6 +204,7 @@ class Feed:
         if arrival.batch is not None:
             rollouts, dropped = self._admit(arrival.batch, header)
             self.versions.tag(rollouts)
+            self.versions.sessions.read()
             if self.selection.shares is not None:
                 env_ids = {rollout.env_id for rollout in rollouts}
                 self.selection.shares.note(env_ids - {None})

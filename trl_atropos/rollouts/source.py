@@ -271,6 +271,7 @@ class AtroposSource:
           `rollouts/rows_env_NAME` (the number at the API if the environment's name is not known).
         - `rollouts/waiting_rows`: pulled, and not yet handed out.
         - `rollouts/api_restarts`, and the metrics of `environments`.
+        - Of the servers' sessions: see `SessionMetrics.metrics`.
         """
         reasons = (*DESCRIPTIONS, LOST_IN_DELIVERY)  # reported even if nothing was dropped
         metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}

@@ -17,6 +17,7 @@ import numpy as np
 from trl_atropos.errors import RolloutError, ServerError
 from trl_atropos.protocol import Note, SamplingSettings, completion_key
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.session_metrics import SessionMetrics
 from trl_atropos.server_client import ServerClient, at_once
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class VersionBook:
 
     def __post_init__(self):
         self._clients = [ServerClient(url, self.timeout, self.token) for url in self.urls]
+        self.sessions = SessionMetrics(self._clients)
         # environments that have sampled at the trainer's temperature
         self._agreed: set[EnvironmentLabel] = set()
         self._warned_servers: set[str] = set()

@@ -299,7 +299,11 @@ class Control(ControlPlane):
     def load(self, _body: dict) -> dict:
         """Returns the fields of `LoadReply`."""
         in_flight = self.sampling.in_flight.total()
-        reply = protocol.LoadReply(in_flight=in_flight, sessions=self.sessions.num_open)
+        reply = protocol.LoadReply(
+            in_flight=in_flight,
+            sessions=self.sessions.num_open,
+            counts=dict(self.sessions.counts),
+        )
         return reply.model_dump()
 
     # ----------------------------------------------------------------- questions of the front alone
