@@ -298,7 +298,7 @@ def trainer_at(
     here, there = context.Pipe()
     arguments = (
         there,
-        replace(server, api=None, log=None),
+        replace(server, api=None, log=None, process=None),
         mode,
         point,
         recording,
