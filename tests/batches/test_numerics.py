@@ -24,13 +24,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.batches import families
-from tests.batches.test_packing import FORWARD
+from tests.batches.test_packing import FORWARD, lengths_only
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.batches import numerics, packed_attention
 from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
 from trl_atropos.batches.packed_attention import RowFormat
-from trl_atropos.batches.packing import score_all
+from trl_atropos.batches.packing import Layout, score_all
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import server_flags
 from trl_atropos.server.launch import vllm_arguments
@@ -109,7 +109,10 @@ def scores(model: torch.nn.Module, packed: bool = True) -> torch.Tensor:
     mask = ((columns >= begin) & (columns < end)).long()
     if packed:
         parts = [slice(0, 2), slice(2, 4)]
-        return score_all(FORWARD, model, ids, mask, C, parts, RowFormat.of(model, CPU, None, 1))[0]
+        tokens = lengths_only(PROMPTS, COMPLETIONS)
+        row_format = RowFormat.of(model, CPU, None, 1)
+        layouts = [Layout.of(tokens[part], P, C, row_format) for part in parts]
+        return score_all(FORWARD, model, ids, C, parts, layouts)[0]
     return FORWARD(model, ids, torch.ones_like(ids), C)[0]  # all as long, as in the probe
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils, modeling_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.batches.test_packing import LEAKS, row_format_of
+from tests.batches.test_packing import LEAKS, lengths_only, row_format_of
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
 from tests.weights.architectures import (
     BASE,
@@ -119,7 +119,8 @@ def test_packed_rollouts_are_scored_as_alone(name):
         [60, 7, 90, 7, 60]
     )
     completions = [len(rollout) - 1 for rollout in rollouts]
-    layout = packing.Layout.of([1] * 5, completions, 1, max(completions), row_format_of(model))
+    tokens = lengths_only([1] * 5, completions)
+    layout = packing.Layout.of(tokens, 1, max(completions), row_format_of(model))
     ids = torch.nn.utils.rnn.pad_sequence(rollouts, batch_first=True)
 
     def forward(packed_model, input_ids, attention_mask, logits_to_keep):

@@ -10,6 +10,7 @@ from tests.server.sessions import COMPLETIONS, Client
 from trl_atropos.commands.sessions import sessions
 from trl_atropos.errors import ServerError
 from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import free_port
 from trl_atropos.session_client import SessionClient
 
@@ -35,7 +36,7 @@ def test_sessions_are_listed_shown_and_ended(server, token, capsys):
     (line,) = [line for line in run(capsys, *at).splitlines() if line.startswith(shown_id)]
     assert line.split()[5:] == ["2", "8", "0", "open", "at", server.url]
     shown = run(capsys, "show", shown_id, *at)
-    version = 0
+    version = ServerClient(server.url, 10, server.token).info().policy_version
     assert shown.splitlines() == [
         f"0: at 0, sees 2, samples 3 (version {version}), length",
         f"  1: at 2, sees 0, samples 3 (version {version}), length",

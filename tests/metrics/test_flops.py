@@ -5,8 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    MambaConfig,
     MistralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -74,6 +76,8 @@ def test_windows_are_those_of_configuration():
     assert AttentionFlops.of(MistralConfig(sliding_window=7)).per_pair.keys() == {7}
     assert AttentionFlops.of(MistralConfig(sliding_window=None)).per_pair.keys() == {None}
     assert AttentionFlops.of(Qwen3NextConfig()) is None  # most of its layers have linear attention
+    assert AttentionFlops.of(MambaConfig()) is None
+    assert AttentionFlops.of(Gemma4TextConfig()) is None  # its layers have heads of two sizes
 
 
 def test_attention_comes_on_top_of_weights(tiny_model):

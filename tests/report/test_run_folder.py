@@ -235,6 +235,7 @@ def test_packed_rollout_unfolds_into_written_row(tmp_path):
                 [500] * 5,
                 "[]",
                 [50, 0, None, None, -400],
+                [],
             ]
         ],
     }

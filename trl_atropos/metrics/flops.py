@@ -67,7 +67,14 @@ class AttentionFlops:
     def of(cls, config: Any) -> "AttentionFlops | None":
         """Returns those of a model with this configuration, or None if some layers attend in
         another way, or not at all."""
-        text = config.get_text_config()
+        try:
+            return cls._of_text(config.get_text_config())
+        # a field that the family does not have, or that differs from layer to layer
+        except (AttributeError, RuntimeError):
+            return None
+
+    @classmethod
+    def _of_text(cls, text: Any) -> "AttentionFlops | None":
         head_dim = getattr(text, "head_dim", None)
         if head_dim is None:
             head_dim = text.hidden_size // text.num_attention_heads
