@@ -104,9 +104,6 @@ def make_model(family: str) -> torch.nn.Module:
 
 def scores(model: torch.nn.Module, packed: bool = True) -> torch.Tensor:
     ids = torch.randint(97, (len(PROMPTS), P + C), generator=torch.Generator().manual_seed(1))
-    columns = torch.arange(P + C)
-    begin, end = P - torch.tensor(PROMPTS)[:, None], P + torch.tensor(COMPLETIONS)[:, None]
-    mask = ((columns >= begin) & (columns < end)).long()
     if packed:
         parts = [slice(0, 2), slice(2, 4)]
         tokens = lengths_only(PROMPTS, COMPLETIONS)
