@@ -1,8 +1,8 @@
 """A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
 `HOME`.
 
-It has an environment in each of Atropos' two styles, and one whose episodes branch. It has an
-evaluation of partial scores, and one of 0 and 1.
+It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial
+scores, one of 0 and 1.
 """
 
 import json
@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -44,16 +43,13 @@ RUN_WITHIN = 400.0
 BY_GROUP = "recipes/quickstart/environment.py"
 # has only `collect_trajectory`, and scores of 0 and 1
 ONE_BY_ONE = "tests/end_to_end/one_by_one_environment.py"
-# has conversations whose template strips reasoning, so that its episodes branch
-BRANCHING = "tests/end_to_end/branching_environment.py"
-ENVIRONMENTS = ("by_group", "one_by_one", "branching")
+ENVIRONMENTS = ("by_group", "one_by_one")
 
 
 def write_recipe(folder: Path) -> Path:
     atropos_url, vllm_url = free_urls(2)
     by_group = {"path": BY_GROUP, "env": WITHOUT_TORCH}
     one_by_one = {"path": ONE_BY_ONE, "env": WITHOUT_TORCH}
-    branching = {"path": BRANCHING, "env": WITHOUT_TORCH}
     recipe = {
         "model_name_or_path": str(make_model(folder / "model")),
         "output_dir": str(folder / "run"),
@@ -66,9 +62,6 @@ def write_recipe(folder: Path) -> Path:
         "environments": [
             by_group | {"name": "by_group"},
             one_by_one | {"name": "one_by_one"},
-            # Atropos ends the episodes in flight of an environment that sees its own limit reached,
-            # and the others are quicker.
-            branching | {"name": "branching", "config": {"max_batches_offpolicy": 8}},
         ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
@@ -215,25 +208,10 @@ def test_rollouts_of_both_styles_know_policy_version(story):
     assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
 
 
-def test_episodes_with_stripped_reasoning_branch(story):
-    """Each turn leaves the one before, and all of its tokens know their version."""
-    episodes = [
-        rollout
-        for path in (story.folder / "rollouts").glob("rows-*.arrow")
-        for rollout in read_rollouts(path)
-        if rollout.environment == "branching"
-    ]
-    assert episodes
-    for episode in episodes:
-        assert len(episode.tree) == 3
-        assert episode.tree.parents.tolist() == [-1, 0, 1]
-        assert not np.isnan(episode.logprobs[episode.mask]).any()
-
-
 def test_parts_and_metrics_of_environment_are_logged_and_in_the_card(story):
     logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
     odd = [log["reward/odd"] for log in logs if "reward/odd" in log]
-    assert len(odd) > 1 and 0 < sum(odd) < len(odd)
+    assert len(odd) > STEPS // 2 and 0 < sum(odd) < len(odd)
     assert all(0 < log["reward/repeats"] <= 1 for log in logs if "reward/odd" in log)
     answers = [log.get("environment/one_by_one/train/answers", 0.0) for log in logs]
     assert max(answers) >= 4

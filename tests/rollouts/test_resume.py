@@ -19,6 +19,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import deliveries, diagnosis, pull
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.session_metrics import SessionMetrics
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.versions import VersionBook
 
@@ -37,6 +38,8 @@ class Clock:
 
 class Scores:
     """Says that a row was sampled by the version that its score is."""
+
+    sessions = SessionMetrics([])
 
     def tag(self, rows: list[Rollout]) -> None:
         for row in rows:
