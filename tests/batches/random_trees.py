@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.rollout_factory import make_rollout
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.tree import NO_PARENT, make_tree
 
@@ -88,22 +89,13 @@ def _sampled(rng: random.Random, end: int | None) -> list[int]:
 def _rollout(row, mask, prompt_length, lengths, parents, shared, fields) -> Rollout:
     ids = np.array(row, np.int32)
     trained = np.array(mask[prompt_length:])
-    usual = {
-        "logprobs": np.where(trained, -1.0, np.nan).astype(np.float32),
-        "score": 1.0,
-        "group_mean": 0.0,
-        "group_std": 1.0,
-        "token_advantages": None,
-        "zero_advantage": False,
-        "env_id": 0,
-        "group": 0,
-    }
-    return Rollout(
+    return make_rollout(
         ids[:prompt_length],
         ids[prompt_length:],
-        trained,
+        mask=trained,
+        logprobs=np.where(trained, -1.0, np.nan).astype(np.float32),
         tree=make_tree(lengths, parents, shared),
-        **usual | fields,
+        **fields,
     )
 
 

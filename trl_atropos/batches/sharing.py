@@ -28,7 +28,7 @@ KEYS_PER_TOKEN = 40
 
 
 class RolloutTokens(NamedTuple):
-    """What the model has to know of one rollout."""
+    """Describes one rollout to the model."""
 
     prompt_length: int
     length: int  # of prompt and completion

@@ -1,4 +1,5 @@
-"""What the sessions of the inference servers have sampled, for the log of a run (docs/sessions.md).
+"""Counts what the sessions of the inference servers have sampled, for a run's log
+(docs/sessions.md).
 
 `Feed` asks the servers whenever rollouts have come. A run without sessions logs nothing of it.
 """

@@ -1,4 +1,4 @@
-"""How the parts of a rollout that branches hang together.
+"""Describes how the parts of a rollout that branches hang together.
 
 An agent's episode need not be one growing sequence of tokens. A template may strip earlier
 reasoning from the context, a subagent may begin a context of its own, and several calls may go on
