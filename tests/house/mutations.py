@@ -164,9 +164,9 @@ MUTATIONS: list[Mutation] = [
         "tests/batches/test_trees.py::test_example_of_sharing_is_true",
     ),
     Mutation(
-        "trl_atropos/batches/truncation.py",
-        "& ~ended & ~continued",
-        "& ~ended",
+        "trl_atropos/rollouts/rollout.py",
+        "return is_sampled[last] & ~self.tree.continued",
+        "return is_sampled[last]",
         "tests/batches/test_trees.py::test_cut_calls_of_episode_are_found",
     ),
     Mutation(

@@ -404,6 +404,12 @@ def without_padding(
             forward, input_ids[part], attention_mask[part], logits_to_keep, multiple
         )
         scored.append(scores)
+    return join_scores(scored)
+
+
+def join_scores(scored: Sequence[Scores]) -> Scores:
+    """Returns the scores of a batch from those of its micro-batches, with their mean auxiliary
+    loss."""
     logprobs, entropies, losses = zip(*scored)
     all_entropies = None
     if entropies[0] is not None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_atropos.batches.micro_batches import Scores
+from trl_atropos.batches.micro_batches import Scores, join_scores
 from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.batches.sharing import Path, RolloutTokens, Sharing, share
 
@@ -341,18 +341,8 @@ def score_all(
         micro_batches: rollouts of each; together, all of the batch in its order.
         layouts: of each micro-batch, for these widths.
     """
-    logprobs = []
-    entropies = []
-    losses = []
+    scored = []
     for rollouts, layout in zip(micro_batches, layouts, strict=True):
         scores = score_packed(forward, model, ids[rollouts], completion_width, layout)
-        logprobs.append(scores[0])
-        entropies.append(scores[1])
-        losses.append(scores[2])
-    all_entropies = None
-    if entropies[0] is not None:
-        all_entropies = torch.cat(entropies)
-    mean_loss = None
-    if losses[0] is not None:
-        mean_loss = torch.stack(losses).mean()
-    return torch.cat(logprobs), all_entropies, mean_loss
+        scored.append(scores)
+    return join_scores(scored)

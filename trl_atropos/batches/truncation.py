@@ -21,16 +21,11 @@ def cut_parts(rollout: Rollout, end_tokens: Collection[int]) -> np.ndarray:
     Args:
         end_tokens: ids that end a completion.
     """
-    ids = rollout.row
-    is_sampled = np.zeros(len(ids), dtype=bool)
-    is_sampled[len(rollout.prompt_ids) :] = rollout.mask
-    last = np.array([len(ids) - 1])
-    continued = np.array([False])
+    last = np.array([-1])  # in the row, of each part
     if rollout.tree is not None:
         last = rollout.tree.begins + rollout.tree.lengths - 1
-        continued = rollout.tree.continued
-    ended = np.isin(ids[last], list(end_tokens))
-    return is_sampled[last] & ~ended & ~continued
+    ended = np.isin(rollout.row[last], list(end_tokens))
+    return rollout.ends_with_call & ~ended
 
 
 def uncut_mask(rollout: Rollout, end_tokens: Collection[int]) -> np.ndarray:

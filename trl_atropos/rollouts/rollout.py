@@ -74,16 +74,23 @@ class Rollout:
         return int(self.tree.path_lengths.max())
 
     @property
+    def ends_with_call(self) -> np.ndarray:
+        """`(parts,)` bool: the parts that end with a sampled token, behind which nothing goes on.
+        One part, if the rollout does not branch."""
+        if self.tree is None:
+            return self.mask[-1:]
+        is_sampled = np.concatenate([np.zeros(len(self.prompt_ids), bool), self.mask])
+        last = self.tree.begins + self.tree.lengths - 1
+        return is_sampled[last] & ~self.tree.continued
+
+    @property
     def last_tokens(self) -> np.ndarray:
         """The tokens at which calls end, and behind which nothing goes on: `(n,)` ids of the ends
         of parts. A rollout that does not branch has one."""
         if self.tree is None:
             return self.completion_ids[-1:]
-        ends = self.tree.begins + self.tree.lengths
-        is_sampled = np.zeros(ends[-1], bool)
-        is_sampled[len(self.prompt_ids) :] = self.mask
-        last = ends[~self.tree.continued] - 1
-        return self.row[last[is_sampled[last]]]
+        last = self.tree.begins + self.tree.lengths - 1
+        return self.row[last[self.ends_with_call]]
 
     @property
     def completion_parts(self) -> list[np.ndarray]:
