@@ -121,6 +121,7 @@ class Run:
         env: Variables of the run.
         terminal: Type the command into an interactive shell on a pseudo-terminal.
         recipe: Path of the recipe, seen from the repository's root.
+        on_gpu: On the first GPU that `CUDA_VISIBLE_DEVICES` names, in place of the CPU.
         command: What to start instead of the recipe in accelerate's launcher.
         shell: All variables of the shell that it is started from, by default `users_environment()`.
     """
@@ -135,6 +136,7 @@ class Run:
         env: dict[str, str] | None = None,
         terminal: bool = False,
         recipe: str = RECIPE,
+        on_gpu: bool = False,
         command: list[str] | None = None,
         shell: dict[str, str] | None = None,
     ):
@@ -143,10 +145,16 @@ class Run:
         self.marker = uuid.uuid4().hex
         self.atropos_url, self.vllm_url = free_urls(2)
         self.shm_before = shared_inodes()
-        accelerate = str(Path(sys.executable).with_name("accelerate"))
+        accelerate = [str(Path(sys.executable).with_name("accelerate"))]
+        device = ["--config_file", "configs/accelerate/cpu.yaml"]
+        if on_gpu:
+            accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+            device = ["--config_file", "configs/accelerate/single_gpu.yaml"]
+            device += ["--gpu_ids", visible.split(",")[0]]  # accelerate would take the first
         # fmt: off
         self.command = command or [
-            accelerate, "launch", "--quiet", "--config_file", "configs/accelerate/cpu.yaml", "-m", entry,
+            *accelerate, "launch", "--quiet", *device, "-m", entry,
             "--config", recipe, "--output_dir", str(folder), "--model_name_or_path", str(model),
             "--atropos_url", self.atropos_url, "--vllm_server_base_url", self.vllm_url, *flags,
         ]
