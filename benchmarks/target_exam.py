@@ -62,8 +62,10 @@ def pretrain(settings: Settings) -> None:
         new_model(size, tokenizer).save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     else:
-        # In bfloat16 it takes half of the recipe's time.
-        with torch.autocast("cuda", torch.bfloat16):
+        # In bfloat16 it takes half of the recipe's time. Autocast would keep the weights that it
+        # has cast until it ends, and the optimizer's steps would change nothing.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
             make_model(str(draft), settings.protocol["model_seed"], size)
     draft.rename(settings.model)
 

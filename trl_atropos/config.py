@@ -253,7 +253,7 @@ class AtroposGRPOConfig(GRPOConfig):
         share_prompts (`bool`, *optional*):
             Whether what the rollouts of a micro-batch have in common is computed once, if that
             saves an eighth of the tokens: the prompt of a group, a system prompt, and what the
-            branches of an episode share. By default on the CPU only.
+            branches of an episode share. By default wherever the model allows it.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.

@@ -138,7 +138,8 @@ class SessionClient:
             raise ServerError(
                 f"The server at {url} gave no answer about sessions",
                 seen=type(problem).__name__,
-                fix="See that `trl-atropos serve` runs there, and that this machine reaches it.",
+                fix="See that `trl-atropos serve` runs there, that this machine reaches it, and "
+                "that nothing blocks the event loop of this program.",
                 code="session-server",
             ) from problem
         if reply.status == 200:

@@ -110,6 +110,23 @@ def test_unpackable_family_is_refused(name, dtype):
     assert reason in why_padded(made(family, dtype))
 
 
+def test_rows_that_share_differ_in_tokens_alone(monkeypatch):
+    """On GPUs, another order would round otherwise, and look like a leak."""
+    shapes = []
+    layout_of = packing.Layout.of
+
+    def recorded(*args):
+        layout = layout_of(*args)
+        shapes.append(layout.inputs["rollout_lengths"].tolist())
+        return layout
+
+    monkeypatch.setattr(trial.Layout, "of", recorded)
+    model = made(FAMILIES["Qwen3"])
+    assert trial.why_unshared(model, model, row_format_of(model)) is None
+    assert len(shapes) == 1 + len(trial.TRIED)
+    assert all(shape == shapes[0] for shape in shapes)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_rollouts_are_scored_as_alone(name):
     model = made(PACKED[name])

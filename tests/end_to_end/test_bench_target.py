@@ -88,6 +88,30 @@ def settings(tmp_path):
     return settings
 
 
+def test_pretraining_changes_all_weights(settings, monkeypatch):
+    """Autocast keeps what it has cast: the optimizer's steps would change nothing but norms."""
+    import make_model  # `target_exam` has put its folder on the path
+
+    from benchmarks import target_exam
+
+    losses = []
+    train = make_model.train
+
+    def recorded(*args, **options) -> Iterator[float]:
+        for loss in train(*args, **options):
+            losses.append(loss)
+            yield loss
+
+    small = make_model.Size(64, 1, 2, 32, {}, 32, 100, 1e-2)
+    monkeypatch.setattr(make_model, "train", recorded)
+    monkeypatch.setattr(make_model, "CLASS_STEPS", 1)
+    monkeypatch.setitem(make_model.SIZES, "cpu", small)
+    settings.model = settings.model.with_name("pretrained")
+    settings.protocol["is_rehearsal"] = False
+    target_exam.pretrain(settings)
+    assert losses[99] < 1.9
+
+
 def test_clock_of_target_stands_still_during_evaluation(settings):
     from transformers import AutoModelForCausalLM
 

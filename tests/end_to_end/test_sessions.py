@@ -1,6 +1,7 @@
 """The environment of docs/sessions.md, as it stands there, in a real run."""
 
 import json
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]
 STEPS = 4
+TAKES = 300  # seconds at most
 
 
 def test_environment_of_the_page_trains(tmp_path):
@@ -82,7 +84,10 @@ def run_page(
         path = str(folder / "recipe.yaml")
         run = Run(folder / "run", folder / "model", recipe=path, env=env, on_gpu=on_gpu)
         with run:
-            run.child.wait(800)
+            try:
+                run.child.wait(TAKES)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"the run takes more than {TAKES} s:\n{run.output[-3000:]}")
     return run
 
 

@@ -106,6 +106,11 @@ def why_unshared(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> 
         return f"its attention is computed by `{row_format.attention}`"
     lengths = [SHARED_PROMPT, *TRIED, *TRIED]
     prompt, *completions = _tokens(policy, row_format, lengths)
+    # A row that shares is ordered by its tokens. A rollout that changes keeps its place if its
+    # first token stays; in another order, a GPU's kernels would round otherwise.
+    number = len(TRIED)
+    for completion, other in zip(completions[:number], completions[number:], strict=True):
+        other[0] = completion[0]
     rollouts = [torch.cat([prompt, completion]) for completion in completions]
     sharing = row_format._replace(shares=True)
     try:

@@ -140,10 +140,7 @@ class Computation:
             self._pad_or_refuse(why_padded)
             return None
         is_wanted = trainer.args.share_prompts
-        shares = is_wanted
-        if shares is None:  # on GPUs it has not been measured
-            shares = how.device.type == "cpu"
-        if not shares:
+        if is_wanted is False:
             return how
         why_unshared = self._first_reason(trial.why_unshared, how)
         if why_unshared and is_wanted and trainer.accelerator.is_main_process:
