@@ -344,6 +344,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         with self._settings_of_batch():
             prompts = batch.prompts(self.processing_class)
             output = super()._generate_and_score_completions(prompts)
+        self.computation.restore_checkpointing()
         output |= batch.loss_inputs(output)
         self._measure_batch()
         if "old_per_token_logps" in output:

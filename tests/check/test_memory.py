@@ -453,6 +453,21 @@ def test_paged_optimizer_state_is_in_host_memory(large, tmp_path):
     assert found.trainer.host == {"optimizer state": 8 * PARAMETERS}
 
 
+def test_offloaded_checkpoints_are_in_host_memory(large, tmp_path):
+    settings = {"gradient_checkpointing": True, "vllm_args": ["--max-model-len", "32768"]}
+    usual = on_gpus(tmp_path, large, **settings).trainer
+    settings["gradient_checkpointing_kwargs"] = {"offload": True}
+    offloaded = on_gpus(tmp_path, large, **settings).trainer
+    of_layer = 32768 * 4096 * 2  # bytes: tokens of one rollout, width, bfloat16
+    assert offloaded.host == {"activations of checkpoints": LAYERS * of_layer}
+    saved = usual.items["activations"] - offloaded.items["activations"]
+    assert saved == (LAYERS - 1) * of_layer
+    settings["gradient_checkpointing_kwargs"] = {"offload": True, "every_n_layers": 2}
+    fewer = on_gpus(tmp_path, large, **settings).trainer
+    assert fewer.host == {"activations of checkpoints": LAYERS // 2 * of_layer}
+    assert fewer.items["activations"] > offloaded.items["activations"]
+
+
 def test_ddp_buckets_are_those_of_torch(large, tmp_path):
     """Each holds the gradients of its parameters once more."""
     store = torch.distributed.HashStore()

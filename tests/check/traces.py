@@ -42,6 +42,7 @@ def key_of(case: Case, exact: bool) -> tuple:
         training.per_device_train_batch_size,
         training.gradient_accumulation_steps,
         training.gradient_checkpointing,
+        str(training.gradient_checkpointing_kwargs),
         training.distillation_coef > 0,
         exact,
     )

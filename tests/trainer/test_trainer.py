@@ -720,3 +720,26 @@ def test_installed_packages_are_not_looked_up_in_steps(tiny_model, tmp_path, mon
     assert other.is_deepspeed_available is is_available
     other.is_deepspeed_available()
     assert asked.names == ["deepspeed"]
+
+
+def test_checkpointing_options_outlast_scoring(tiny_model, tmp_path):
+    """TRL switches checkpointing off while it scores a batch, and forgets Transformers' options."""
+    batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
+    settings = {"per_device_train_batch_size": 16, "max_steps": 2}
+    options = {"every_n_layers": 2}
+    logs = []
+    for more in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
+        trainer = make_trainer(tiny_model, tmp_path / str(len(logs)), *batches, **settings, **more)
+        trainer.train()
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
+    assert logs[1] == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in logs[0]]
+    checkpointed = [layer.gradient_checkpointing for layer in trainer.model.model.layers]
+    assert checkpointed == [number % 2 == 0 for number in range(len(checkpointed))]
+    assert sum(checkpointed) < len(checkpointed)
+
+
+def test_offload_without_gpu_is_refused(tiny_model, tmp_path):
+    batch = uniform_batch(tiny_model, 4, 4, 0)
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}
+    with pytest.raises(ValueError, match="`offload`, which moves activations from a GPU"):
+        make_trainer(tiny_model, tmp_path, batch, **settings)

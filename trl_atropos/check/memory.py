@@ -35,13 +35,14 @@ from trl_atropos.weights.masters import (
     round_adapter,
     state_bytes,
 )
-from trl_atropos.weights.model_setup import prepare_model
+from trl_atropos.weights.model_setup import checkpoint_layers, prepare_model
 from trl_atropos.weights.savable import free_bytes
 
 Items = dict[str, int]  # bytes by name
 
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
+OFFLOADED = "activations of checkpoints"  # in host memory, by `offload`
 TEMPORARIES = "temporaries"
 PASSING = (ACTIVATIONS, GRADIENTS, TEMPORARIES)  # items that are gone when a step is over
 # tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
@@ -95,6 +96,8 @@ def trainer_memory(case: Case) -> Process:
     exact = case.dtype in HALF and case.trains_with_masters  # float32 masters and gradients
     sizes, peak = _traced(case, exact)
     constant, host = _constant_items(case, sizes, exact)
+    peak = dict(peak)  # that of other cases, too
+    host[OFFLOADED] = peak.pop(OFFLOADED)
     gradient_sizes = _gradient_sizes(sizes.trained, exact)
     gradients = sum(gradient_sizes)
     if plan.sharding in ("zero2", "zero3", "fsdp"):
@@ -121,7 +124,7 @@ def trainer_memory(case: Case) -> Process:
         }
     totals = {name: sum(items.values()) for name, items in phases.items()}
     when = max(totals, key=totals.get)
-    return Process("trainer", _without_zeros(phases[when]), host, when)
+    return Process("trainer", _without_zeros(phases[when]), _without_zeros(host), when)
 
 
 def _without_zeros(items: Items) -> Items:
@@ -137,6 +140,7 @@ def _traced(case: Case, exact: bool) -> "tuple[Sizes, Items]":
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         args.gradient_checkpointing,
+        repr(_checkpointing(args)),
         repr(case.peft_config),
     )
     if key not in case.traces:
@@ -344,7 +348,8 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
     several = case.rollouts < args.per_device_train_batch_size  # micro-batches in each of TRL's
     accumulates = args.gradient_accumulation_steps > 1 or several
     if args.gradient_checkpointing:
-        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        on_the_device = _checkpointing(args) | {"offload": False}  # here, there is none
+        checkpoint_layers(plain, on_the_device)
         if model is not plain:
             plain.enable_input_require_grads()  # as TRL does
     with mode:
@@ -365,7 +370,29 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
             if case.plain_attention:
                 contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
             _loss(plain, case).backward()
-    return live.peak
+    offloaded = _offloaded(plain, case)
+    away = sum(offloaded[1:])  # what one layer keeps is on the device while its backward runs
+    activations = max(0, live.peak[ACTIVATIONS] - away)
+    return live.peak | {ACTIVATIONS: activations, OFFLOADED: sum(offloaded)}
+
+
+def _checkpointing(args: Any) -> dict[str, Any]:
+    """Returns `gradient_checkpointing_kwargs`; nothing if no layer is checkpointed."""
+    if not args.gradient_checkpointing:
+        return {}
+    return dict(args.gradient_checkpointing_kwargs or {})
+
+
+def _offloaded(policy: Any, case: Case) -> list[int]:
+    """Returns the bytes that each checkpointed layer keeps in host memory in place of the device's:
+    the hidden states that go into it."""
+    options = _checkpointing(case.training)
+    if not options.get("offload"):
+        return []
+    config = policy.config.get_text_config()
+    layers = math.ceil(config.num_hidden_layers / options.get("every_n_layers", 1))
+    tokens = case.rollouts * case.length
+    return layers * [tokens * config.hidden_size * policy.dtype.itemsize]
 
 
 def _loss(model: Any, case: Case) -> torch.Tensor:

@@ -25,6 +25,7 @@ from trl_atropos.errors import RecipeError
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model, local_parts, unwrap
 from trl_atropos.weights.model_setup import (
+    checkpoint_layers,
     keep_soft_cap,
     name_backbone,
     num_positions,
@@ -168,11 +169,18 @@ class Computation:
                 "are computed again in the backward pass, to save memory. This is said once.",
                 computed_tokens(micro_batch),
             )
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(policy, args.gradient_checkpointing_kwargs)
         try:
             yield
         finally:
             policy.gradient_checkpointing_disable()
+
+    def restore_checkpointing(self) -> None:
+        """Checkpoints layers as `gradient_checkpointing_kwargs` says. TRL stops that while it
+        scores a batch, and then takes all of these options for torch's."""
+        policy = base_model(self._trainer.model)
+        if policy.is_gradient_checkpointing:
+            checkpoint_layers(policy, self._trainer.args.gradient_checkpointing_kwargs)
 
     def trained_parts(self) -> list[Tensor]:
         """Returns this rank's part of each trained weight."""

@@ -73,6 +73,12 @@ def require_trainable_model(trainer: Any) -> None:
             "The model is divided among several GPUs, as TRL does if a process sees more than one: "
             "set `CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
         )
+    checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
+    if checkpointing.get("offload") and trainer.accelerator.device.type == "cpu":
+        raise ValueError(
+            "`gradient_checkpointing_kwargs` has `offload`, which moves activations from a GPU to "
+            "host memory, and the run has no GPU: remove it."
+        )
     if trainer.aux_loss_enabled and not hasattr(model.config.get_text_config(), "num_experts"):
         kind = base_model(model).config.model_type
         raise ValueError(

@@ -45,6 +45,20 @@ class Noise:
             setattr(place, attribute, value)
 
 
+def checkpoint_layers(policy: PreTrainedModel, options: dict[str, Any] | None) -> None:
+    """Has layers computed again in the backward pass. `options` are
+    `gradient_checkpointing_kwargs`: two of them are Transformers', and all others torch's, as
+    `transformers.Trainer` divides them."""
+    of_torch = dict(options or {})
+    every_n_layers = of_torch.pop("every_n_layers", 1)
+    offload = of_torch.pop("offload", False)
+    policy.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs=of_torch or None,
+        every_n_layers=every_n_layers,
+        offload=offload,
+    )
+
+
 def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> dict[str, Noise]:
     """Sets up a model, with its adapter, for training on what the server samples. Returns the noise
     that it turned off, by name."""
