@@ -548,6 +548,12 @@ MUTATIONS: list[Mutation] = [
         "if query.evaluation is None and False:",
         "tests/server/test_sessions.py::test_hold_stops_new_sessions_and_no_calls_of_others",
     ),
+    Mutation(
+        "trl_atropos/server/compat.py",
+        'mode="keep", clear_cache=clear_cache',
+        'mode="keep", clear_cache=False',
+        "tests/server/test_session_exactness.py::test_each_token_is_of_the_version_that_is_noted_for_it",
+    ),
     # ------------------------------------------------------------------------------------- rollouts
     Mutation(
         "trl_atropos/rollouts/source.py",
