@@ -175,6 +175,8 @@ class Call:
     route: str
     # Some completions come without a token that the client sees (`echo` with `max_tokens: 0`).
     unseen: bool = False
+    # Whether sampled ids take the place of rendered ones in its prompts (`session_reuse.py`)
+    reuses: bool = False
 
 
 # The call that the present request is, or `None` at the plain routes. Set it for every request: a
