@@ -577,7 +577,6 @@ def test_hold_stops_new_sessions_and_no_calls_of_others(server, trainer):
         ({"evaluation": "mine"}, "evaluation"),
         ({"deadline": 0}, "deadline"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"reuse": True}, "reuse"),
     ],
 )
 def test_wrong_session_is_refused_by_field(server, query, words):
