@@ -197,7 +197,7 @@ def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[di
     measured: dict[str, list[dict]] = {question.name: [] for question in questions}
     rng = random.Random(0)
     for number in range(options.rounds + 1):
-        for question in rng.sample(questions, len(questions)):
+        for question in _in_random_order(questions, rng):
             figures = targets[question.target].measure(question, clients, options.tokens)
             if number:
                 measured[question.name].append(figures)
@@ -219,6 +219,17 @@ def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[di
             row["of_plain"] = statistics.median(row["times_of_plain"])
         rows.append(row)
     return rows
+
+
+def _in_random_order(questions: list[Question], rng: random.Random) -> list[Question]:
+    """Returns the questions in a random order, but those that are compared with a plain row right
+    behind that one: what else a machine does changes from minute to minute."""
+    order = []
+    for question in rng.sample(questions, len(questions)):
+        if question.plain is None:
+            compared = [other for other in questions if other.plain == question.name]
+            order += [question, *rng.sample(compared, len(compared))]
+    return order
 
 
 def _ratios(rounds: list[dict], floors: list[dict]) -> list[float]:

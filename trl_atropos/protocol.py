@@ -35,6 +35,8 @@ LONGEST_QUERY = 128
 ADAPTER_NAME = "policy"  # name of the trained adapter on the server, whatever its version
 EVALUATION_KEY = "evaluation-"  # beginning of the API keys by which servers know evaluations
 SESSION_PREFIX = "/s"  # of the routes of sessions: `/s/ID/v1/...`
+# begins the names of sessions' counts in a run's log, each of which is since the entry before
+SESSION_METRICS = "sessions/"
 
 
 # ------------------------------------------------------------------------------ requests and errors
