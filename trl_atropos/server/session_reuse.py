@@ -40,46 +40,55 @@ def with_sampled_ids(tree: TokenTree, prompt: np.ndarray, decode: Decode) -> tup
     while True:
         replaced = _with_next_answer(tree, prompt, decode)
         if replaced is None:
-            return prompt, changed
+            break
         prompt = replaced
         changed += 1
+    return prompt, changed
 
 
 def _with_next_answer(tree: TokenTree, prompt: np.ndarray, decode: Decode) -> np.ndarray | None:
-    """Returns the prompt with the sampled ids of one more answer, which continues the path of this
-    answer. `None` if no other answer of the tree stands where the prompt leaves it."""
-    best = None
+    """Returns the prompt with the sampled ids of one more answer, whose path it then continues.
+    `None` if no other answer of the tree stands where the prompt leaves it."""
+    candidates = []
     for number, seen in tree.left_by(prompt):
         sampled = tree.segments[number].sampled
         end = _end_of(sampled, prompt, seen, decode)
         if end is not None:
-            # the longest context first, then the longest answer, and the latest
-            candidate = (seen, end, number)
-            best = candidate if best is None else max(best, candidate)
-    if best is None:
+            candidates.append((seen, end, number))
+    if not candidates:
         return None
-    seen, end, number = best
-    return np.concatenate([prompt[:seen], tree.segments[number].sampled, prompt[end:]])
+    # the longest context first, then the longest answer, and the latest
+    seen, end, number = max(candidates)
+    sampled = tree.segments[number].sampled
+    parts = [prompt[:seen], sampled, prompt[end:]]
+    return np.concatenate(parts)
 
 
 def _end_of(sampled: np.ndarray, prompt: np.ndarray, seen: int, decode: Decode) -> int | None:
     """Returns the end of the stretch of `prompt` that begins at `seen` and has the text of
     `sampled`, or `None` if there is none."""
-    context = prompt[max(0, seen - CONTEXT) : seen].tolist()
-    rendered = prompt[seen : seen + 2 * len(sampled) + SLACK].tolist()
+    begin = max(0, seen - CONTEXT)
+    context = prompt[begin:seen].tolist()
+    longest = 2 * len(sampled) + SLACK
+    rendered = prompt[seen : seen + longest].tolist()
 
     def text_of_first(count: int) -> str:
-        return decode([*context, *rendered[:count]])
+        tokens = context + rendered[:count]
+        return decode(tokens)
 
     def length_of_first(count: int) -> int:
-        return len(text_of_first(count))
+        text = text_of_first(count)
+        return len(text)
 
-    text = decode([*context, *sampled.tolist()])
-    if REPLACEMENT in text or text == decode(context):
+    text = decode(context + sampled.tolist())
+    is_empty = text == decode(context)
+    if is_empty or REPLACEMENT in text:
         return None
     counts = range(len(rendered) + 1)
     nearest = bisect_left(counts, len(text), key=length_of_first)
-    for count in counts[max(0, nearest - SLACK) : nearest + SLACK + 1]:
+    first = max(0, nearest - SLACK)
+    last = nearest + SLACK
+    for count in counts[first : last + 1]:
         if text_of_first(count) == text:
             return seen + count
     return None

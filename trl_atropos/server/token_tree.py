@@ -136,7 +136,8 @@ class TokenTree:
             segment = self.segments[number]
             if segment.at > begin:  # the prompt does not come as far
                 continue
-            common = segment.at + _common(segment.tokens, prompt[segment.at :])
+            rest = prompt[segment.at :]
+            common = segment.at + _common(segment.tokens, rest)
             if common == segment.end:
                 whole = max(whole, common)
             elif segment.seen <= common:
