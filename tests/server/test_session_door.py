@@ -15,6 +15,7 @@ from trl_atropos.server.session_door import (
     REFUSED_FIELDS,
     CallRefused,
     asked_for,
+    has_token_ids,
     parse,
 )
 
@@ -39,6 +40,14 @@ COMPLETIONS = "/v1/completions"
 )
 def test_call_asks_for_at_most_so_many_tokens(body, route, asked):
     assert asked_for(body, route, 512) == asked
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [(None, False), ("ab", False), (["a", "b"], False), ([1, 2], True), ([[1], "a"], True)],
+)
+def test_prompt_of_token_ids_is_known(prompt, expected):
+    assert has_token_ids(prompt) == expected
 
 
 @pytest.mark.parametrize("value", ["5", 5.0, True, [5]])

@@ -130,7 +130,7 @@ class Door:
                 if route in SAMPLES:
                     reserved = self._reserve(session, body, route)
                     call.unseen = route == COMPLETIONS and body.get("max_tokens") == 0
-                    call.reuses = session.query.reuse and not _has_token_ids(body.get("prompt"))
+                    call.reuses = session.query.reuse and not has_token_ids(body.get("prompt"))
             if route in SAMPLES:
                 session.counts["calls"] += 1
             CALL.set(call)
@@ -283,7 +283,7 @@ def _num_prompts(prompt) -> int:
     return max(1, sum(not isinstance(part, int) for part in prompt))
 
 
-def _has_token_ids(prompt) -> bool:
+def has_token_ids(prompt) -> bool:
     """Returns whether the field `prompt` has token ids, which a client wants as they are."""
     if not isinstance(prompt, list):
         return False
