@@ -82,7 +82,9 @@ def test_page_has_the_bounds_and_the_fields():
     defaults = {name: shown.strip() for name, shown in fields}
     assert defaults.keys() >= SessionQuery.model_fields.keys()
     for name, default in SessionQuery().model_dump().items():
-        if isinstance(default, int | float):
+        if isinstance(default, bool):
+            assert defaults[name] == json.dumps(default), name
+        elif isinstance(default, int | float):
             assert int(defaults[name].replace(",", "")) == default, name
     assert f"{MAX_BODY >> 20} MiB" in prose
     for name in (*DROPPED_FIELDS, *REFUSED_FIELDS):
