@@ -8,6 +8,7 @@ import pytest
 
 from tests.house.docs_pages import Page
 from trl_atropos.protocol import SessionQuery
+from trl_atropos.server.plane import Refused
 from trl_atropos.server.session_door import (
     DROPPED_FIELDS,
     MAX_BODY,
@@ -18,6 +19,7 @@ from trl_atropos.server.session_door import (
     has_token_ids,
     parse,
 )
+from trl_atropos.server.sessions import query_in
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -73,6 +75,24 @@ def test_field_that_a_session_does_not_take_is_named(name):
     escaped = "".join(f"\\u{ord(letter):04x}" for letter in name)
     with pytest.raises(CallRefused, match=name):
         parse(f'{{"{name}": false, "{escaped}": true}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"reus": true}', "`reus`: Extra inputs are not permitted (seen: True)"),
+        (b'{"settings": {"top_k": -1}}', "`settings.top_k`: Input should be greater than or equal"),
+        (b"[]", "the body: "),
+        (b"{", "the body: Invalid JSON"),
+    ],
+)
+def test_mistake_in_a_new_session_is_named(content, message):
+    with pytest.raises(Refused) as refused:
+        query_in(content)
+    assert message in str(refused.value)
+    assert "A session has the fields settings, reuse, evaluation" in str(refused.value)
+    assert refused.value.status == 400
+    assert query_in(b'{"reuse": true}').reuse
 
 
 def test_page_has_the_bounds_and_the_fields():
