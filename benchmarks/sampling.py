@@ -34,6 +34,8 @@ order; a round counts as many answers as there are clients.
   of_none       of the same route's, in the same round, asked for no log-probabilities
   front_us      processor time of the process with the API, or with AsyncLLM, in microseconds a token
   engine_us     processor time of the engine's process, likewise
+  of_plain      both together, of the same route's without a session, in the same round, asked for
+                log-probabilities: what a session costs
 """
 FLOOR = "engine, no log-probabilities"
 COLUMNS = {
@@ -44,6 +46,7 @@ COLUMNS = {
     "of_none": "{:.2f}",
     "front_us": "{:.1f}",
     "engine_us": "{:.1f}",
+    "of_plain": "{:.2f}",
 }
 
 
@@ -117,6 +120,11 @@ ROUTES = {  # each with the fields that ask for log-probabilities
     "/v1/completions": ("/v1/completions", LOGPROBS),
     "chat": ("/v1/chat/completions", CHAT_LOGPROBS),
 }
+# those below which a session has calls, with the fields that ask for a stream
+STREAMS = {
+    "/v1/completions": {"stream": True} | LOGPROBS,
+    "chat": {"stream": True} | CHAT_LOGPROBS,
+}
 
 
 def _rows() -> list[Question]:
@@ -132,7 +140,28 @@ def _rows() -> list[Question]:
         rows.append(Question(without, "server", {}, route))
         rows.append(Question(f"{name}, vLLM's", "vLLM's server", fields, route, without))
         rows.append(Question(name, "server", fields, route, without))
+    rows += _session_rows()
     rows.append(Question("no engine", "echo", LOGPROBS, "/generate"))
+    return rows
+
+
+def _session_rows() -> list[Question]:
+    """Returns the rows of calls below a session, which notes log-probabilities for a client that
+    asks for none, and their plain rows if `_rows` has not got these."""
+    rows = []
+    for name, fields in STREAMS.items():
+        route, _ = ROUTES[name]
+        rows.append(Question(f"{name}, stream", "server", fields, route))
+    for name in STREAMS:
+        route, fields = ROUTES[name]
+        streams = {"stream": True}
+        below = {"target": "server", "route": route, "in_session": True}
+        rows.append(Question(f"session {name}", fields={}, plain=name, **below))
+        rows.append(
+            Question(f"session {name}, log-probabilities", fields=fields, plain=name, **below)
+        )
+        plain = f"{name}, stream"
+        rows.append(Question(f"session {plain}", fields=streams, plain=plain, **below))
     return rows
 
 
@@ -168,7 +197,7 @@ def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[di
     measured: dict[str, list[dict]] = {question.name: [] for question in questions}
     rng = random.Random(0)
     for number in range(options.rounds + 1):
-        for question in rng.sample(questions, len(questions)):
+        for question in _in_random_order(questions, rng):
             figures = targets[question.target].measure(question, clients, options.tokens)
             if number:
                 measured[question.name].append(figures)
@@ -185,8 +214,22 @@ def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[di
         for field in ("tokens_per_s", "front_us", "engine_us"):
             values = [figures[field] for figures in rounds if figures[field] is not None]
             row[field] = statistics.median(values) if values else None
+        if question.plain is not None:
+            row["times_of_plain"] = _times(rounds, measured[question.plain])
+            row["of_plain"] = statistics.median(row["times_of_plain"])
         rows.append(row)
     return rows
+
+
+def _in_random_order(questions: list[Question], rng: random.Random) -> list[Question]:
+    """Returns the questions in a random order, but those that are compared with a plain row right
+    behind that one: what else a machine does changes from minute to minute."""
+    order = []
+    for question in rng.sample(questions, len(questions)):
+        if question.plain is None:
+            compared = [other for other in questions if other.plain == question.name]
+            order += [question, *rng.sample(compared, len(compared))]
+    return order
 
 
 def _ratios(rounds: list[dict], floors: list[dict]) -> list[float]:
@@ -194,4 +237,14 @@ def _ratios(rounds: list[dict], floors: list[dict]) -> list[float]:
     ratios = []
     for figures, floor in zip(rounds, floors, strict=True):
         ratios.append(figures["tokens_per_s"] / floor["tokens_per_s"])
+    return ratios
+
+
+def _times(rounds: list[dict], plain: list[dict]) -> list[float]:
+    """Returns the ratio of two rows' processor times, of front and engine together, in each
+    round."""
+    ratios = []
+    for figures, other in zip(rounds, plain, strict=True):
+        time = figures["front_us"] + figures["engine_us"]
+        ratios.append(time / (other["front_us"] + other["engine_us"]))
     return ratios

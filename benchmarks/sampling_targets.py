@@ -6,7 +6,8 @@ import os
 import secrets
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from benchmarks.sampling_roles import ANSWER, prompt_of
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.service_log import tail
+from trl_atropos.session_client import SessionClient
 
 START_TIMEOUT = 600.0  # seconds
 ANSWER_TIMEOUT = 600.0  # seconds
@@ -53,6 +56,8 @@ class Question:
     fields: dict  # of the request
     route: str | None = None  # None for an engine without a server
     without: str | None = None  # the row that asks the same for no log-probabilities
+    in_session: bool = False  # each client has a session, and asks below its URL
+    plain: str | None = None  # the row whose processor time this one's is compared with
 
 
 def start_targets(
@@ -72,7 +77,7 @@ def start_targets(
         variables = VARIABLES | {FAST_LOGPROBS_VARIABLE: fast, SERVER_VARIABLE: "1"}
         if not cuda:
             variables |= CPU_VARIABLES
-        engine = Engine(model, flags, variables)
+        engine = Engine(folder / f"{prefix}engine.log", model, flags, variables)
         stack.callback(engine.close)
         targets[f"{prefix}engine"] = engine
         name = "server" if fast == "1" else "server-of-vllm"
@@ -100,17 +105,19 @@ class Target:
 class Engine(Target):
     """vLLM's engine without a server, asked over a pipe."""
 
-    def __init__(self, model: Path, flags: list[str], variables: dict[str, str]) -> None:
+    def __init__(self, log: Path, model: Path, flags: list[str], variables: dict[str, str]) -> None:
+        self._log = log
         command = [sys.executable, "-m", "benchmarks.sampling_roles", "engine", str(model)]
-        self._popen = subprocess.Popen(
-            [*command, *flags, *ENGINE_FLAGS],
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        with open(log, "wb") as stderr:
+            self._popen = subprocess.Popen(
+                [*command, *flags, *ENGINE_FLAGS],
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
         self.process = psutil.Process(self._popen.pid)
         self.is_fast = variables[FAST_LOGPROBS_VARIABLE] == "1"
 
@@ -121,19 +128,25 @@ class Engine(Target):
 
     def measure(self, question: Question, clients: int, tokens: int) -> dict[str, float | None]:
         line = json.dumps({"clients": clients, "tokens": tokens, "fields": question.fields})
-        self._popen.stdin.write(f"{line}\n")
-        self._popen.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and `_answer` says why
+            self._popen.stdin.write(f"{line}\n")
+            self._popen.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict:
         for line in self._popen.stdout:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
-        raise SystemExit(f"trl-atropos bench sampling: an engine ended: {self._popen.wait()}")
+        code = self._popen.wait()
+        raise SystemExit(
+            f"trl-atropos bench sampling: an engine ended with exit code {code}. The end of its "
+            f"log:\n{tail(self._log)}"
+        )
 
     def close(self) -> None:
         """Ends the process, by the end of its input."""
-        self._popen.stdin.close()
+        with suppress(BrokenPipeError):  # of what `measure` could not write
+            self._popen.stdin.close()
         try:
             self._popen.wait(30)
         except subprocess.TimeoutExpired:
@@ -175,13 +188,31 @@ class Server(Target):
     async def _measure(self, question: Question, clients: int, tokens: int) -> dict:
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with (
+            self._urls(question, clients) as urls,
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+        ):
 
             async def ask(client: int, tokens: int) -> None:
                 body = self._body(question, client, tokens)
-                await _post(session, f"{self.url}{question.route}", body)
+                await _post(session, f"{urls[client]}{question.route}", body)
 
             return await measure(ask, clients, tokens, self.process)
+
+    @asynccontextmanager
+    async def _urls(self, question: Question, clients: int) -> AsyncIterator[list[str]]:
+        """Yields each client's URL, without `/v1`: the server's, or that of a session, which ends
+        behind the block."""
+        if not question.in_session:
+            yield [self.url] * clients
+            return
+        sessions = SessionClient([self.url], self._token)
+        async with AsyncExitStack() as stack:
+            urls = []
+            for _ in range(clients):
+                session = await stack.enter_async_context(sessions.session())
+                urls.append(session.anthropic)
+            yield urls
 
     def _body(self, question: Question, client: int, tokens: int) -> bytes:
         prompt = prompt_of(client)

@@ -35,6 +35,8 @@ LONGEST_QUERY = 128
 ADAPTER_NAME = "policy"  # name of the trained adapter on the server, whatever its version
 EVALUATION_KEY = "evaluation-"  # beginning of the API keys by which servers know evaluations
 SESSION_PREFIX = "/s"  # of the routes of sessions: `/s/ID/v1/...`
+# begins the names of sessions' counts in a run's log, each of which is since the entry before
+SESSION_METRICS = "sessions/"
 
 
 # ------------------------------------------------------------------------------ requests and errors
@@ -384,6 +386,8 @@ class SessionQuery(Strict):
     """Body of `POST /trl_atropos/sessions`."""
 
     settings: SessionSettings = SessionSettings()
+    # whether sampled ids take the place of those of a text that the client sends back
+    reuse: bool = False
     # an API key that begins with `EVALUATION_KEY`: a hold does not stop this session
     evaluation: str | None = Field(None, pattern=f"^{EVALUATION_KEY}")
     deadline: float = Field(3600.0, gt=0)  # seconds from now on, after which it ends
@@ -436,7 +440,8 @@ class SessionReply(Strict):
     segments: list[SessionSegment]
     calls: list[SessionCall]
     # "calls", "completions", "tokens" (sampled and delivered by the engine), "context" (kept, and
-    # not sampled), "in_flight" (calls), "marked/REASON" (tokens), "refused/REASON" (requests)
+    # not sampled), "in_flight" (calls), "marked/REASON" (tokens), "refused/REASON" (requests),
+    # "reused" (earlier answers whose sampled ids replaced rendered ones, again in each call)
     counts: dict[str, int]
     ended: str | None  # why it ended; None: it goes on
 

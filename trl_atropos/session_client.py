@@ -147,7 +147,10 @@ class SessionClient:
         reason = reason_in(content.decode(errors="replace"))
         fix = "Correct the request, or see the server's log."
         if reply.status == 401:
-            fix = f"Set {TOKEN_VARIABLE} to the token that the server was started with."
+            fix = (
+                f"Set {TOKEN_VARIABLE} to the token that the server was started with. If it was "
+                "started with none, the last lines of its start name the file of its token."
+            )
             if os.environ.get(SESSION_TOKEN_VARIABLE):
                 fix = f"Unset {SESSION_TOKEN_VARIABLE}, which is of another server. {fix}"
         raise ServerError(

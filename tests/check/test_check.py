@@ -441,6 +441,43 @@ def test_warnings_alone_are_no_failure(desk, monkeypatch):
     assert code == 0 and "No error, 1 warning." in text
 
 
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+OPENS_SESSIONS = f"from trl_atropos.session_client import SessionClient\n{SOURCE}"
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "codes"),
+    [
+        (OPENS_SESSIONS, [], ["session-tools", "session-length"]),
+        (OPENS_SESSIONS, TOOLS, ["session-length"]),
+        (
+            OPENS_SESSIONS,
+            [*TOOLS[1:], "--max-model-len", "1k"],
+            ["session-tools", "session-length"],
+        ),
+        (f"from trl_atropos import session_client\n{SOURCE}", TOOLS, ["session-length"]),
+        (f"import trl_atropos.session_client as s\n{SOURCE}", TOOLS, ["session-length"]),
+        (f"from .trl_atropos import session_client\n{SOURCE}", [], []),
+        (f"import trl_atropos\n{SOURCE}", [], []),
+    ],
+)
+def test_what_sessions_will_miss_at_the_server_is_a_warning(source, flags, codes, desk):
+    (desk.folder / "environment.py").write_text(source)
+    findings = examine(desk.recipe(start_vllm=True, vllm_args=flags)).findings
+    session_findings = [finding for finding in findings if finding.code.startswith("session-")]
+    assert [finding.code for finding in session_findings] == codes
+    assert {finding.level for finding in session_findings} <= {"warning"}
+
+
+def test_long_context_is_enough_for_sessions(desk):
+    (desk.folder / "environment.py").write_text(OPENS_SESSIONS)
+    flags = ["--max-model-len", "4096", *TOOLS]
+    text = str(check(desk.recipe(start_vllm=True, vllm_args=flags)))
+    assert "published agents" not in text and "tool calls" not in text
+    # without a server of its own, the run does not know the flags
+    assert "tool calls" not in str(check(desk.recipe()))
+
+
 @pytest.mark.parametrize(
     "argv", [["--config"], ["--config", "nowhere.yaml"], ["--nonsense", "1"], ["--devices", "many"]]
 )

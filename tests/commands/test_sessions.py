@@ -44,7 +44,7 @@ def test_sessions_are_listed_shown_and_ended(server, token, capsys):
         "open: calls 2, completions 3, tokens 8, marked/logit_bias 2, context 3, in_flight 0",
     ]
     assert client.id not in run(capsys, *at) + shown
-    assert run(capsys, "end", shown_id, *at) == f"Ended {shown_id}: 2 calls, 8 sampled tokens.\n"
+    assert run(capsys, "end", *at, shown_id) == f"Ended {shown_id}: 2 calls, 8 sampled tokens.\n"
     assert client.post().status_code == 410
 
 

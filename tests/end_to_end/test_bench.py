@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks.packed_loop import PackedLoop, Row
+from benchmarks.sampling_targets import Engine
 from benchmarks.step_trainers import make_rows
 from benchmarks.weights import _rows_of, build_parser, table
 from tests.forge import FORKED_ENGINES, TRAINER
+from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE
 from trl_atropos.weights.tolerance import Tolerance
 
 COMMAND = ["-m", "trl_atropos.cli", "bench"]
@@ -320,3 +322,29 @@ def test_packed_loop_trains_each_rollout_as_if_alone(tiny_model):
         not torch.equal(one, other)
         for one, other in zip(before, loop.model.parameters(), strict=True)
     )
+
+
+@pytest.mark.full  # it starts five servers
+@pytest.mark.server
+def test_calls_below_sessions_have_rows_beside_their_plain_routes():
+    done = bench("sampling", "--clients", "2", "--tokens", "8", "--rounds", "1", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)["rows"]
+    of_plain = {row["row"]: row.get("of_plain") for row in rows}
+    in_sessions = [name for name in of_plain if name.startswith("session ")]
+    assert len(in_sessions) == 6
+    assert all(of_plain[name] > 0 for name in in_sessions)
+    assert of_plain["chat"] is None
+
+
+@pytest.mark.slow(20)
+@pytest.mark.server
+def test_engine_that_does_not_start_says_why(tmp_path):
+    engine = Engine(
+        tmp_path / "engine.log", tmp_path / "no_model", [], {FAST_LOGPROBS_VARIABLE: "1"}
+    )
+    try:
+        with pytest.raises(SystemExit, match=r"exit code 1. The end of its log:(.|\n)*no_model"):
+            engine.wait_ready()
+    finally:
+        engine.close()

@@ -194,7 +194,18 @@ class Publish:
 
 @pytest.fixture(scope="module")
 def publish(front, models) -> Publish:
-    publish, stop = Publish(), threading.Event()
+    publish = Publish()
+    with load_on(front, publish):
+        wait_for(lambda: all(publish.replies.values()) and publish.infos, "replies of every kind")
+        publish_second_model(front, models, publish)
+    return publish
+
+
+@contextmanager
+def load_on(front: Server, publish: Publish) -> Iterator[None]:
+    """Asks for samples without an end, and looks at the front, until the block ends: whatever
+    happens in it, nobody asks any more behind it."""
+    stop = threading.Event()
 
     def load(work, replies: list) -> None:
         while not stop.is_set():
@@ -211,7 +222,19 @@ def publish(front, models) -> Publish:
         Call(lambda: load(complete, publish.replies["complete"])),
         Call(watch),
     ]
-    wait_for(lambda: all(publish.replies.values()) and publish.infos, "replies of every kind")
+    try:
+        yield
+    finally:
+        stop.set()
+        deadline = time.monotonic() + START_WITHIN
+        for call in calls:
+            call.join(max(0.0, deadline - time.monotonic()))
+    for call in calls:
+        call.result()
+
+
+def publish_second_model(front: Server, models: list[str], publish: Publish) -> None:
+    """Publishes while sessions go on, and waits for replies by the new version."""
     publish.session = Client(front, evaluation=f"{EVALUATION_KEY}front", max_calls=2)
     publish.deleted = Client(front)
     for client in (publish.session, publish.deleted):
@@ -242,10 +265,6 @@ def publish(front, models) -> Publish:
         ),
         "replies of every kind by the new version",
     )
-    stop.set()
-    for call in calls:
-        call.result()
-    return publish
 
 
 def test_clients_see_no_error_across_restart(publish):

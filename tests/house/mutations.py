@@ -548,6 +548,36 @@ MUTATIONS: list[Mutation] = [
         "if query.evaluation is None and False:",
         "tests/server/test_sessions.py::test_hold_stops_new_sessions_and_no_calls_of_others",
     ),
+    Mutation(
+        "trl_atropos/server/session_reuse.py",
+        "if is_empty or REPLACEMENT in text:",
+        "if is_empty:",
+        "tests/server/test_session_reuse.py::test_answer_with_another_text_stays_as_it_is",
+    ),
+    Mutation(
+        "trl_atropos/server/token_tree.py",
+        "if whole <= seen < len(prompt)",
+        "if seen < len(prompt)",
+        "tests/server/test_token_tree.py::test_prompt_leaves_the_completions_that_saw_its_beginning",
+    ),
+    Mutation(
+        "trl_atropos/server/session_capture.py",
+        "len(tokens) >= longest",
+        "len(tokens) > longest",
+        "tests/server/test_session_capture.py::test_other_prompts_stay_as_they_are",
+    ),
+    Mutation(
+        "trl_atropos/metrics/monitor.py",
+        "[sum(self._metrics[name], start=value)]",
+        "[*self._metrics[name], value]",
+        "tests/metrics/test_monitor.py::test_counts_of_sessions_are_added_up_within_a_logging_window",
+    ),
+    Mutation(
+        "trl_atropos/server/compat.py",
+        'mode="keep", clear_cache=clear_cache',
+        'mode="keep", clear_cache=False',
+        "tests/server/test_session_exactness.py::test_each_token_is_of_the_version_that_is_noted_for_it",
+    ),
     # ------------------------------------------------------------------------------------- rollouts
     Mutation(
         "trl_atropos/rollouts/source.py",

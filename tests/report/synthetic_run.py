@@ -225,6 +225,13 @@ def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Rollout]) 
         "speed/sampled_tokens_per_second": 4800.0,
         "time/step": wait + compute + 0.47,
         "environment/tools/train/calls": float(step % 5),
+        "sessions/opened": 64.0,
+        "sessions/ended_deleted": 63.0,
+        "sessions/ended_deadline": 1.0,
+        "sessions/calls": 200.0,
+        "sessions/tokens": 10_000.0,
+        "sessions/marked_temperature_0": 100.0 * (step % 3 == 0),
+        "sessions/refused_calls_at_a_time": 2.0,
         **part_means(rows),
     } | {f"health/further_{i}": rng.random() for i in range(40)}
 

@@ -345,6 +345,40 @@ def test_page_fits_window_and_header_hides_nothing(page, width, theme):
         assert max(0, header) <= top < 450, section
 
 
+def test_sessions_are_counted_by_reason(page):
+    page.click("nav [href='#sessions']")
+    titles = page.evaluate(texts_of("#session-tables h3"))
+    assert titles == [
+        "All",
+        "Ended, by reason",
+        "Tokens that the trainer cannot recompute, by reason",
+        "Requests refused, by reason",
+    ]
+    tables = page.evaluate(texts_of("#session-tables table"))
+    assert tables[0] == f"opened{64 * STEPS:,}calls{200 * STEPS:,}tokens sampled{10_000 * STEPS:,}"
+    assert tables[1] == f"deleted{63 * STEPS:,}deadline{STEPS}"
+    marked = 100 * len(range(0, STEPS, 3))
+    assert tables[2] == f"temperature_0{marked:,} (0.3 % of those sampled)"
+    assert tables[3] == f"calls_at_a_time{2 * STEPS}"
+    charts = page.evaluate(texts_of("#charts figcaption strong"))
+    assert any(title.startswith("Sessions") for title in charts)
+
+
+def test_run_without_sessions_says_nothing_of_them(browser, tmp_path):
+    page = browser.page()
+    folder = make_run(tmp_path / "run", 2)
+    log = folder / "run_log.jsonl"
+    log.write_text(log.read_text().replace('"sessions/', '"others/'))
+    (folder / "report.html").write_text(build(folder)[0])
+    page.open(folder / "report.html")
+    hidden = (
+        "[...document.querySelectorAll('#sessions, nav [href=\"#sessions\"]')].map((e) => e.hidden)"
+    )
+    assert page.evaluate(hidden) == [True, True]
+    assert page.errors == []
+    page.close()
+
+
 def test_run_is_told_at_first_glance(page):
     tiles = page.evaluate(
         "[...document.querySelectorAll('#tiles div')].map((tile) => tile.innerText.split('\\n'))"

@@ -27,6 +27,8 @@ from trl_atropos.report.run_folder import (
     advantages,
     read_run,
     rollouts_of,
+    series,
+    session_counts,
 )
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
@@ -185,6 +187,21 @@ def test_advantages_equal_those_of_trainer(tmp_path, scale_rewards):
     folder.take(1, *range(8))
     expected = scalar_advantages(usual + special, scale_rewards)
     np.testing.assert_allclose(advantages(folder.rows(), scale_rewards), expected, rtol=1e-5)
+
+
+def test_counts_of_sessions_are_those_of_the_whole_run(tmp_path):
+    """Without what a resumed run had abandoned, however few points its curves have."""
+    folder = Folder(tmp_path)
+    folder.begin()
+    for step in range(1, 6):
+        logs = {"sessions/tokens": 10.0, "sessions/ended_silence": float(step == 2), "loss": 1.0}
+        folder.log.write(step=step, logs=logs)
+    folder.begin(4)
+    run = read_run(tmp_path)
+    assert session_counts(run) == {"ended_silence": 1, "tokens": 40}
+    assert series(run, limit=1)["sessions/tokens"] == [[4], [10.0]]
+    run.logs = {}
+    assert session_counts(run) == {}
 
 
 def test_rewards_cover_all_rollouts_not_selection(tmp_path):

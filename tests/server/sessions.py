@@ -4,6 +4,7 @@ import json
 
 import requests
 import torch
+from transformers import PreTrainedModel
 
 from tests.server_process import Server
 from trl_atropos.protocol import SessionReply
@@ -11,7 +12,8 @@ from trl_atropos.protocol import SessionReply
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
-TOLERANCE = 2e-5  # nats, both sides in float32
+# nats, both sides in float32: the worst of 12,000 tokens was 2.6e-6, at temperature 0.05 3.8e-6
+TOLERANCE = 1e-5
 
 
 class Client:
@@ -65,8 +67,21 @@ def sampled(reply: SessionReply) -> list[list[int]]:
 
 
 @torch.no_grad()
+def logprobs_of(
+    model: PreTrainedModel, path: list[int], count: int, temperature: float = 1.0
+) -> torch.Tensor:
+    """Returns what Transformers computes for the last `count` tokens of a path, which it computes
+    alone and as a whole."""
+    ids = torch.tensor([path])
+    logits = model(ids, use_cache=False).logits[0, -count - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]
+
+
 def worst_difference(
-    model, reply: SessionReply, temperature: float = 1.0, only: int | None = None
+    model: PreTrainedModel,
+    reply: SessionReply,
+    temperature: float = 1.0,
+    only: int | None = None,
 ) -> float:
     """Nats by which a sampled token's log-probability differs most from the model's, in all
     segments or in one."""
@@ -74,12 +89,9 @@ def worst_difference(
     for number, path in enumerate(paths(reply)):
         if only not in (None, number):
             continue
-        segment = reply.segments[number]
-        ids = torch.tensor([path])
-        count = len(segment.logprobs)
-        logits = model(ids).logits[0, -count - 1 : -1] / temperature
-        expected = logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]
-        worst = max(worst, (expected - torch.tensor(segment.logprobs)).abs().max().item())
+        kept = torch.tensor(reply.segments[number].logprobs)
+        expected = logprobs_of(model, path, len(kept), temperature)
+        worst = max(worst, (expected - kept).abs().max().item())
     return worst
 
 

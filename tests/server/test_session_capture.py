@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingType, StructuredOutputsParams
 from trl_atropos.protocol import SamplingSettings, SessionQuery
 from trl_atropos.server import compat
 from trl_atropos.server.plane import History, Ledger, Refused
-from trl_atropos.server.session_capture import Capture, params_for, reason_against
+from trl_atropos.server.session_capture import Capture, params_for, prompt_for, reason_against
 from trl_atropos.server.sessions import Call, Session
 
 
@@ -47,6 +47,46 @@ def test_settings_of_session_override_those_of_client():
     greedy = SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1)
     params, _ = params_for(call_with(temperature=0), greedy)
     assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+
+
+TEXTS = {1: "a", 2: "b", 3: "ab", 9: "u:"}
+RENDERED = {"type": "token", "prompt_token_ids": [9, 3, 9], "prompt": "u:abu:"}
+
+
+def text_of(tokens) -> str:
+    return "".join(TEXTS[token] for token in tokens)
+
+
+def call_after_an_answer() -> Call:
+    """Of a session whose model saw "u:" and sampled "a" and "b"."""
+    call = call_with()
+    call.reuses = True
+    call.session.tree.add([9], [1, 2], [-0.5, -0.5], [(0, 0, 2)])
+    return call
+
+
+def test_sampled_ids_take_the_place_of_rendered_ones():
+    call = call_after_an_answer()
+    of_tokens = {"prompt_token_offsets": [(0, 2), (2, 4), (4, 6)], "assistant_tokens_mask": [0] * 3}
+    prompt = prompt_for(call, RENDERED | of_tokens | {"cache_salt": "x"}, text_of, longest=5)
+    assert prompt == RENDERED | {"prompt_token_ids": [9, 1, 2, 9], "cache_salt": "x"}
+    assert call.session.counts["reused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reuses", "longest"),
+    [
+        pytest.param(RENDERED, False, 5, id="no reuse"),
+        pytest.param(RENDERED, True, 4, id="as long as the model's context"),
+        pytest.param(RENDERED | {"type": "multimodal"}, True, 5, id="with images"),
+        pytest.param("text", True, 5, id="no tokens"),
+    ],
+)
+def test_other_prompts_stay_as_they_are(prompt, reuses, longest):
+    call = call_after_an_answer()
+    call.reuses = reuses
+    assert prompt_for(call, prompt, text_of, longest) is prompt
+    assert "reused" not in call.session.counts
 
 
 @pytest.mark.parametrize(

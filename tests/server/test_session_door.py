@@ -8,6 +8,7 @@ import pytest
 
 from tests.house.docs_pages import Page
 from trl_atropos.protocol import SessionQuery
+from trl_atropos.server.plane import Refused
 from trl_atropos.server.session_door import (
     DROPPED_FIELDS,
     MAX_BODY,
@@ -15,8 +16,10 @@ from trl_atropos.server.session_door import (
     REFUSED_FIELDS,
     CallRefused,
     asked_for,
+    has_token_ids,
     parse,
 )
+from trl_atropos.server.sessions import query_in
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,6 +42,14 @@ COMPLETIONS = "/v1/completions"
 )
 def test_call_asks_for_at_most_so_many_tokens(body, route, asked):
     assert asked_for(body, route, 512) == asked
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [(None, False), ("ab", False), (["a", "b"], False), ([1, 2], True), ([[1], "a"], True)],
+)
+def test_prompt_of_token_ids_is_known(prompt, expected):
+    assert has_token_ids(prompt) == expected
 
 
 @pytest.mark.parametrize("value", ["5", 5.0, True, [5]])
@@ -66,6 +77,24 @@ def test_field_that_a_session_does_not_take_is_named(name):
         parse(f'{{"{name}": false, "{escaped}": true}}'.encode())
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"reus": true}', "`reus`: Extra inputs are not permitted (seen: True)"),
+        (b'{"settings": {"top_k": -1}}', "`settings.top_k`: Input should be greater than or equal"),
+        (b"[]", "the body: "),
+        (b"{", "the body: Invalid JSON"),
+    ],
+)
+def test_mistake_in_a_new_session_is_named(content, message):
+    with pytest.raises(Refused) as refused:
+        query_in(content)
+    assert message in str(refused.value)
+    assert "A session has the fields settings, reuse, evaluation" in str(refused.value)
+    assert refused.value.status == 400
+    assert query_in(b'{"reuse": true}').reuse
+
+
 def test_page_has_the_bounds_and_the_fields():
     page = Page("docs/sessions.md")
     prose = page.prose
@@ -73,7 +102,9 @@ def test_page_has_the_bounds_and_the_fields():
     defaults = {name: shown.strip() for name, shown in fields}
     assert defaults.keys() >= SessionQuery.model_fields.keys()
     for name, default in SessionQuery().model_dump().items():
-        if isinstance(default, int | float):
+        if isinstance(default, bool):
+            assert defaults[name] == json.dumps(default), name
+        elif isinstance(default, int | float):
             assert int(defaults[name].replace(",", "")) == default, name
     assert f"{MAX_BODY >> 20} MiB" in prose
     for name in (*DROPPED_FIELDS, *REFUSED_FIELDS):

@@ -3,7 +3,6 @@ token for token, and nothing else is reached from there."""
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from tests.server.sessions import (
     worst_difference,
 )
 from tests.server_process import Server
-from tests.weights.versions import MovingPolicy
 from trl_atropos.protocol import (
     EVALUATION_KEY,
     Note,
@@ -579,7 +577,6 @@ def test_hold_stops_new_sessions_and_no_calls_of_others(server, trainer):
         ({"evaluation": "mine"}, "evaluation"),
         ({"deadline": 0}, "deadline"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"reuse": True}, "reuse"),
     ],
 )
 def test_wrong_session_is_refused_by_field(server, query, words):
@@ -599,49 +596,6 @@ def test_session_ends_at_its_deadline_with_what_it_has(server):
     reply = late.delete()
     assert reply.ended == "deadline" and reply.counts["tokens"] > 0
     assert late.post().status_code == 410
-
-
-@torch.no_grad()
-def test_each_token_is_of_the_version_that_is_noted_for_it(server):
-    """Publishes in flight, of weights so different that a log-probability tells the version."""
-    policy = MovingPolicy(server)
-    clients = [Client(server) for _ in range(3)]
-    calls = [
-        (COMPLETIONS, {"prompt": "abc=", "n": 2}),
-        (CHAT, {"stream": True}),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 250}),
-    ]
-
-    def work() -> None:
-        with ThreadPoolExecutor(3) as pool:
-            for client, (route, fields) in zip(clients, calls, strict=True):
-                pool.submit(client.post, route, max_tokens=250, ignore_eos=True, **fields)
-
-    sampling = threading.Thread(target=work)
-    sampling.start()
-    try:
-        policy.publish_during(sampling)
-        replies = [client.delete() for client in clients]
-        crossing = 0
-        for reply in replies:
-            assert all(call.versions_known for call in reply.calls)
-            for segment, path in zip(reply.segments, paths(reply), strict=True):
-                crossing += len(segment.versions) - 1
-                ids = torch.tensor([path])
-                for version, start, end in segment.versions:
-                    model = policy.of_version[version]
-                    first = segment.at + start
-                    stretch = slice(first - 1, segment.at + end - 1)
-                    logits = model(ids).logits[0, stretch].log_softmax(-1)
-                    chosen = ids[0, first : segment.at + end, None]
-                    expected = logits.gather(1, chosen)[:, 0]
-                    begin = start - segment.sampled[0][0]
-                    kept = torch.tensor(segment.logprobs[begin : begin + end - start])
-                    assert (expected - kept).abs().max() < TOLERANCE, (version, start, end)
-        assert sum(reply.counts["tokens"] for reply in replies) == 4 * 250
-        assert crossing >= 8, "hardly a publish fell into the calls"
-    finally:
-        policy.put_back()
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,27 @@ def test_whole_path_comes_before_longer_prefix_of_another():
 def test_repeated_path_is_continued_where_it_was_sampled_last():
     tree = tree_of(("a", "bc"), ("a", "bc"), ("abcd", "e"))
     assert places(tree)[2] == (1, 3, "de")
+
+
+@settings(max_examples=150, deadline=None)
+@given(CALLS, PROMPTS)
+def test_prompt_leaves_the_completions_that_saw_its_beginning(calls, last):
+    tree = TokenTree()
+    naive = Naive()
+    lengths = []  # of the prompts
+    for recipe, sampled in calls:
+        prompt = naive.prompt_of(recipe)
+        tree.add(prompt, sampled, [0.0] * len(sampled), [(0, 0, len(sampled))])
+        naive.completions.append(prompt + sampled)
+        lengths.append(len(prompt))
+    prompt = naive.prompt_of(last)
+    whole = 0
+    for path in naive.completions:
+        if common(path, prompt) == len(path):
+            whole = max(whole, len(path))
+    expected = []
+    for number, (path, seen) in enumerate(zip(naive.completions, lengths, strict=True)):
+        is_left = seen <= common(path, prompt) < len(path)
+        if is_left and whole <= seen < len(prompt):
+            expected.append((number, seen))
+    assert sorted(tree.left_by(np.array(prompt, np.int32))) == expected

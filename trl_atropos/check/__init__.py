@@ -220,7 +220,7 @@ def _examine_files(recipe: "Recipe") -> list[Finding]:
 
 def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding]) -> dict[str, Any]:
     """Adds the findings about lengths, disk and memory. Returns `Report.memory`."""
-    from trl_atropos.check import fit
+    from trl_atropos.check import fit, sessions
     from trl_atropos.check.launch import Plan, case_of, plan_of
     from trl_atropos.check.memory import disk
     from trl_atropos.check.services import lengths
@@ -228,6 +228,7 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
     plan = plan_of(recipe.training, launch)
     case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
     findings += lengths(recipe, case)
+    findings += sessions.findings(recipe, case)
     findings += disk(case, launch.elsewhere)
     if plan is None:
         what = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."

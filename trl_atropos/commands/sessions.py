@@ -48,7 +48,8 @@ def sessions_parser() -> argparse.ArgumentParser:
 def sessions(words: list[str]) -> None:
     """Prints what the words ask for. Exits with 1 if a server does not answer."""
     parser = sessions_parser()
-    options = parser.parse_args(words)
+    # so that the id may stand behind `--url`
+    options = parser.parse_intermixed_args(words)
     if options.action != "list" and not options.id:
         parser.error(f"name a session: `trl-atropos sessions {options.action} ID`")
     try:

@@ -165,6 +165,7 @@ function showCurves(data) {
     { title: "Trainer–sampler gap, mean", unit: "nats per token", series: of(["health/logprob_gap", "all rollouts"], ["health/logprob_gap_fresh", "from the current weights"]) },
     { title: "Trainer–sampler gap, largest", unit: "nats", series: of(["sampling/logprob_gap/max", "rollouts"], ["policy/probe_max_abs_diff", "probe"]) },
     { title: "Publish", unit: "seconds", series: of(["time/publish", "publish"], ["time/probe", "probe"]) },
+    { title: "Sessions", unit: "since the log before", series: seriesOf(data, "sessions/").filter(({ label }) => /^(opened|ended_)/.test(label)) },
     { title: "Loss", series: of(["loss", "loss"]) },
     { title: "Gradient norm", series: of(["grad_norm", "gradient norm"]) },
     { title: "Entropy", unit: "nats", series: of(["entropy", "entropy"]) },
@@ -226,6 +227,24 @@ function showWarnings(data) {
   list.append(...data.warnings.map((each) => el("li", {}, el("span", { class: "when" }, `step ${each.step} · ${when(each.at)} `), each.warning)));
 }
 
+// What sessions did: counts by name, and those that have a reason (`ended_deadline`) by reason, the largest first.
+function showSessions(data) {
+  const counts = data.sessions, names = Object.keys(counts), count = (name) => counts[name] || 0;
+  if (!names.length) return;
+  document.getElementById("sessions").hidden = document.querySelector("nav [href='#sessions']").hidden = false;
+  const by = (prefix) => names.filter((name) => name.startsWith(prefix)).map((name) => [name.slice(prefix.length), count(name)])
+    .filter(([, value]) => value).sort(([, a], [, b]) => b - a);
+  const share = (value) => `${value.toLocaleString("en")} (${number((100 * value) / Math.max(1, count("tokens")), 1)} % of those sampled)`;
+  const written = (rows) => rows.map(([name, value]) => [name, value.toLocaleString("en")]);
+  const all = [["opened", "opened"], ["calls", "calls"], ["completions", "completions"], ["tokens", "tokens sampled"], ["context", "tokens of prompts, kept once"],
+    ["reused", "answers whose sampled ids were put back"]].filter(([name]) => name in counts).map(([name, label]) => [label, count(name)]);
+  const table = (title, rows) => (rows.length ? el("div", {}, el("h3", {}, title), el("table", {}, el("tbody", {},
+    ...rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)))))) : null);
+  document.getElementById("session-tables").append(...[table("All", written(all)), table("Ended, by reason", written(by("ended_"))),
+    table("Tokens that the trainer cannot recompute, by reason", by("marked_").map(([name, value]) => [name, share(value)])),
+    table("Requests refused, by reason", written(by("refused_")))].filter(Boolean));
+}
+
 function showRollouts(data) {
   const shown = data.rollouts.index.length;
   const notes = [shown < data.total_rollouts
@@ -272,7 +291,7 @@ async function show() {
   const header = document.querySelector("header");
   new ResizeObserver(() => document.documentElement.style.setProperty("--header", `${header.offsetHeight}px`)).observe(header);
   const data = await unpack("data");
-  for (const part of [showStatus, showTiles, showCurves, showWarnings, showRollouts, showSettings]) part(data);
+  for (const part of [showStatus, showTiles, showCurves, showWarnings, showSessions, showRollouts, showSettings]) part(data);
   // When it has been drawn: milliseconds since the page was asked for.
   requestAnimationFrame(() => requestAnimationFrame(() => { document.documentElement.dataset.ready = Math.round(performance.now()); }));
 }

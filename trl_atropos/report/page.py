@@ -33,6 +33,7 @@ from trl_atropos.report.run_folder import (
     read_run,
     rollouts_of,
     series,
+    session_counts,
     trainer_logprobs,
 )
 from trl_atropos.rollouts.rollout import Rollout
@@ -140,6 +141,7 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
         "config": run.config,
         "evaluations": run.evaluations,
         "metrics": series(run, POINTS),
+        "sessions": session_counts(run),
         "rewards": rewards(rollouts, POINTS),
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),

@@ -7,7 +7,7 @@ may be gone. This module imports neither torch nor transformers.
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,6 +22,7 @@ from pyarrow import feather
 
 from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RolloutError
+from trl_atropos.protocol import SESSION_METRICS
 from trl_atropos.rollouts.rollout import Rollout, normalised, staleness
 from trl_atropos.rollouts.spool import META, FileHeader, read_header, read_rollouts
 
@@ -144,6 +145,17 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
     run.batches = [batch for batch in run.batches if batch.first_step <= step]
     for batch in run.batches:
         batch.last_step = min(batch.last_step, step)  # its remaining rollouts were dropped
+
+
+def session_counts(run: Run) -> dict[str, int]:
+    """Returns what the sessions of a run did, by the end of the metric's name: `{"opened": 80,
+    "tokens": 9600, "ended_deleted": 80}`. Returns nothing for a run without sessions."""
+    counts: Counter[str] = Counter()
+    for logged in run.logs.values():
+        for name, value in logged.items():
+            if name.startswith(SESSION_METRICS):
+                counts[name.removeprefix(SESSION_METRICS)] += round(value)
+    return dict(sorted(counts.items()))
 
 
 def series(run: Run, limit: int) -> dict[str, Any]:

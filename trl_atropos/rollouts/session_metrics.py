@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from trl_atropos.errors import ServerError
+from trl_atropos.protocol import SESSION_METRICS
 from trl_atropos.server_client import ServerClient, at_once
 
 
@@ -54,15 +55,16 @@ class SessionMetrics:
         """Returns counts since the last call: `sessions/opened`, `sessions/ended_REASON`, and of
         sessions that have ended `sessions/calls`, `sessions/completions`, `sessions/tokens`
         (sampled), `sessions/context` (tokens of prompts that were kept), `sessions/marked_REASON`
-        (tokens that the trainer cannot compute again) and `sessions/refused_REASON` (requests).
-        Nothing before the first session of the run."""
+        (tokens that the trainer cannot compute again), `sessions/refused_REASON` (requests) and
+        `sessions/reused` (answers whose sampled ids were put back). Nothing before the first
+        session of the run."""
         with self._changing:
             new = self._new
             self._new = Counter()
-            return {f"sessions/{_metric(name)}": float(new[name]) for name in sorted(self._names)}
+            return {_metric(name): float(new[name]) for name in sorted(self._names)}
 
 
 def _metric(name: str) -> str:
-    """Returns the name of a count as a metric: `marked_temperature_0` for `marked/temperature
-    0`."""
-    return name.replace("/", "_").replace(" ", "_")
+    """Returns the name of a count as a metric: `sessions/marked_temperature_0` for
+    `marked/temperature 0`."""
+    return SESSION_METRICS + name.replace("/", "_").replace(" ", "_")

@@ -19,7 +19,7 @@ import math
 import re
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 from operator import attrgetter
@@ -46,7 +46,7 @@ from trl_atropos.server.plane import (
     while_connected,
 )
 from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB, SampledLogprobs
-from trl_atropos.server.session_capture import Capture, Sampled, params_for
+from trl_atropos.server.session_capture import Capture, Sampled, params_for, prompt_for
 from trl_atropos.server.sessions import CALL, Call
 
 logger = logging.getLogger("vllm.trl_atropos")
@@ -101,6 +101,7 @@ class Sampling:
         self.logits_processors = compat.logits_processors(engine.vllm_config)
         self._drops_seeds = compat.dies_of_seeds()
         self._warned_of_seeds = False
+        self._engine = engine
         self._engine_generate = engine.generate
         engine.generate = self._generate_below_routes
 
@@ -180,6 +181,9 @@ class Sampling:
         recorder: _Recorder | Capture = _Recorder(self, sampling_params, adapter_id)
         call = CALL.get()
         if call is not None:
+            prompt = prompt_for(
+                call, prompt, self._text_of, self._engine.model_config.max_model_len
+            )
             sampling_params, recorder = self._captured(call, sampling_params, adapter_id)
             request_id = recorder.request_id
         self._versions_in_flight[version] += 1
@@ -207,6 +211,11 @@ class Sampling:
             call, settings, forced, self.plane, self.history, adapter_id, _sampled_logprobs
         )
         return params, capture
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens included. A text was rendered before, so
+        that there is a tokenizer."""
+        return self._engine.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _without_seed(self, params: SamplingParams) -> SamplingParams:
         """Returns the parameters without their seed. Warns once."""

@@ -27,12 +27,16 @@ from trl_atropos.protocol import (
 from trl_atropos.server import compat
 from trl_atropos.server.plane import ControlPlane, History, Refused
 from trl_atropos.server.sampled_logprobs import LOWEST_LOGPROB
+from trl_atropos.server.session_reuse import Decode, with_sampled_ids
 from trl_atropos.server.sessions import Call
 from trl_atropos.server.token_tree import VersionSpan
 
 GREEDY = 1e-5  # temperatures below count as 0 for vLLM
 # Settings whose log-probabilities the trainer computes, too: it divides logits by a temperature.
 COMPUTED_BY_TRAINER = {"temperature"}
+
+# What vLLM's prompt has for each of its tokens, if anybody asked for that.
+OF_RENDERED_TOKENS = {"prompt_token_offsets", "assistant_tokens_mask"}
 
 
 def params_for(call: Call, params: SamplingParams) -> tuple[SamplingParams, bool]:
@@ -61,6 +65,29 @@ def _override(params: SamplingParams, settings: SessionSettings) -> None:
         params.top_p = 1.0
         params.top_k = 0
         params.min_p = 0.0
+
+
+def prompt_for(call: Call, prompt: Any, decode: Decode, longest: int) -> Any:
+    """
+    Returns what a request of a session samples from: vLLM's prompt, or if the session re-uses
+    sampled ids, one with these.
+
+    Args:
+        call: that the request belongs to.
+        prompt: as vLLM's route has rendered it.
+        decode: of the server's tokenizer.
+        longest: the server's `max_model_len`, in tokens. A prompt that would be as long stays.
+    """
+    # a prompt with images has their places beside its tokens
+    if not call.reuses or not isinstance(prompt, dict) or prompt.get("type") != "token":
+        return prompt
+    rendered = np.array(prompt["prompt_token_ids"], dtype=np.int32)
+    tokens, changed = with_sampled_ids(call.session.tree, rendered, decode)
+    if not changed or len(tokens) >= longest:
+        return prompt
+    call.session.counts["reused"] += changed
+    kept = {name: value for name, value in prompt.items() if name not in OF_RENDERED_TOKENS}
+    return kept | {"prompt_token_ids": tokens.tolist()}
 
 
 def reason_against(settings: SamplingSettings) -> str | None:

@@ -130,6 +130,7 @@ class Door:
                 if route in SAMPLES:
                     reserved = self._reserve(session, body, route)
                     call.unseen = route == COMPLETIONS and body.get("max_tokens") == 0
+                    call.reuses = session.query.reuse and not has_token_ids(body.get("prompt"))
             if route in SAMPLES:
                 session.counts["calls"] += 1
             CALL.set(call)
@@ -280,6 +281,13 @@ def _num_prompts(prompt) -> int:
     if not isinstance(prompt, list):
         return 1
     return max(1, sum(not isinstance(part, int) for part in prompt))
+
+
+def has_token_ids(prompt) -> bool:
+    """Returns whether the field `prompt` has token ids, which a client wants as they are."""
+    if not isinstance(prompt, list):
+        return False
+    return any(isinstance(part, int | list) for part in prompt)
 
 
 def _kept_headers(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:

@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -175,6 +176,8 @@ class Call:
     route: str
     # Some completions come without a token that the client sees (`echo` with `max_tokens: 0`).
     unseen: bool = False
+    # Whether sampled ids take the place of rendered ones in its prompts (`session_reuse.py`)
+    reuses: bool = False
 
 
 # The call that the present request is, or `None` at the plain routes. Set it for every request: a
@@ -214,7 +217,7 @@ class SessionRoutes:
         """Opens a session. Waits while the trainer holds requests, unless it is for an
         evaluation."""
         content = await request.body()
-        query = SessionQuery.model_validate_json(content or b"{}")
+        query = query_in(content or b"{}")
         if self.plane.holding and query.evaluation is None:
             turn = await while_connected(self.plane.until_turn(), request.receive)
             if turn is None:
@@ -243,6 +246,21 @@ class SessionRoutes:
 
     def _hidden(self, match: re.Match) -> str:
         return HIDDEN if self.is_known(match[0]) else match[0]
+
+
+def query_in(content: bytes) -> SessionQuery:
+    """Returns the body of `POST /trl_atropos/sessions`. Raises `Refused` with the first mistake in
+    it: "`deadline`: Input should be greater than 0 (seen: 0)"."""
+    try:
+        return SessionQuery.model_validate_json(content)
+    except ValidationError as problem:
+        mistake, *_ = problem.errors(include_url=False)
+        name = ".".join(map(str, mistake["loc"]))
+        place = f"`{name}`" if name else "the body"
+        seen = f"{mistake['input']!r:.100}"
+        fields = ", ".join(SessionQuery.model_fields)
+        message = f"{place}: {mistake['msg']} (seen: {seen}). A session has the fields {fields}"
+        raise Refused(message, 400) from problem
 
 
 def _rewrite(scope: dict, path: str) -> None:

@@ -58,6 +58,16 @@ class Segment:
         """The number of tokens of its path."""
         return self.at + len(self.tokens)
 
+    @property
+    def seen(self) -> int:
+        """The number of tokens that its completion saw, which begin its path."""
+        return self.at + self.begin
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """(s - begin,) ids of the sampled tokens, int32."""
+        return self.tokens[self.begin :]
+
     def as_json(self) -> dict:
         """Returns the fields of `protocol.SessionSegment`."""
         return {
@@ -108,6 +118,33 @@ class TokenTree:
                 pending.append((child, common if continues else whole))
         _, common, number = best
         return Place(number, common)
+
+    def left_by(self, prompt: np.ndarray) -> list[tuple[int, int]]:
+        """
+        Returns the segments whose completions saw a beginning of a prompt that does not go on with
+        all that they sampled, each with the number of tokens that it saw. Those that saw less than
+        a whole path that the prompt begins with are left out.
+
+        For example, `a` was seen and `b c` sampled, and then `a b c d` was seen and `e f` sampled.
+        The prompt `a x` leaves the first one, `a b c d e g` the second one, and `b` none.
+        """
+        left = []
+        whole = 0  # tokens of the longest whole path
+        pending = [(number, 0) for number in self.roots]
+        while pending:
+            number, begin = pending.pop()
+            segment = self.segments[number]
+            if segment.at > begin:  # the prompt does not come as far
+                continue
+            rest = prompt[segment.at :]
+            common = segment.at + _common(segment.tokens, rest)
+            if common == segment.end:
+                whole = max(whole, common)
+            elif segment.seen <= common:
+                left.append((number, segment.seen))
+            for child in segment.children:
+                pending.append((child, common))
+        return [(number, seen) for number, seen in left if whole <= seen < len(prompt)]
 
     def _fitting(self, numbers: Iterable[int], prompt: np.ndarray, common: int) -> list[int]:
         """Returns the segments that leave the first `common` tokens of `prompt` and go on as it

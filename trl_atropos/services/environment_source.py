@@ -2,14 +2,15 @@
 requests ask for.
 
 `recipe_checks.py` compares the names under `config:` with those of the script (`setting_names`),
-because Atropos silently drops a misspelt one. `check` looks at the requests (`reshaping_requests`).
+because Atropos silently drops a misspelt one. `check` looks at the requests (`reshaping_requests`),
+and at what a script imports (`imports_from`).
 If the script alone does not tell the names, nothing is said here: the environment's own process
 compares them once it has imported everything (`environment_site/run.py`).
 """
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,21 @@ def parse_script(path: Path) -> ast.Module | None:
         return ast.parse(path.read_text("utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+def imports_from(path: Path, modules: Iterable[str]) -> bool:
+    """Returns whether a script imports one of these modules, or anything in it."""
+    tree = parse_script(path)
+    if tree is None:
+        return False
+    imported = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+    prefixes = tuple(f"{module}." for module in modules)
+    return any(f"{name}.".startswith(prefixes) for name in imported)
 
 
 # ----------------------------------------------------------------------------------------- settings
