@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.agents.page_example import write_example
 from tests.forge import FORKED_ENGINES
-from tests.house.docs_pages import Page
 from tests.launching import ROOT, Run, make_model
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]
@@ -17,15 +17,8 @@ BATCH = 8
 
 
 def test_agent_of_the_page_trains(tmp_path):
-    page = Page("docs/agents.md")
-    agent, score = [block.text for block in page.blocks_of("python")]
-    (tasks,) = [block.text for block in page.blocks_of("json")]
-    entry = yaml.safe_load(page.blocks_of("yaml")[0].text)
-    (tmp_path / "my_agent.py").write_text(agent)
-    (tmp_path / "score.py").write_text(score)
-    (tmp_path / "tasks.jsonl").write_text(tasks)
     recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
-    recipe |= entry
+    recipe |= write_example(tmp_path)
     recipe |= {
         "max_steps": STEPS,
         "logging_steps": 1,
