@@ -4,8 +4,10 @@ One that runs as the run's user can reach some of it, as docs/agents.md says."""
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,9 +43,6 @@ PYTHON = os.path.realpath(sys.executable)
 @pytest.fixture
 def folders():
     """Two folders of episodes that other users may pass by."""
-    import shutil
-    import tempfile
-
     root = Path(tempfile.mkdtemp(dir="/tmp"))
     root.chmod(0o711)
     made = []
@@ -73,7 +72,8 @@ def test_agent_reaches_only_what_the_page_says(folders, user):
     python = python_for_all()
     if python is None:
         pytest.skip("no interpreter here is open to other users")
-    token, url = "token-5c1e", "session-9a7f"
+    token = "token-5c1e"
+    url = "session-9a7f"
     (folders[0] / "secret.txt").write_text("another episode's file")
     # a process of the run, and the agent of another episode
     run = subprocess.Popen(["sleep", "60"], env={"TRL_ATROPOS_TOKEN": token})

@@ -77,7 +77,7 @@ class Episode:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be in a group."""
+        """Returns whether the episode can be in a group."""
         return self.item is not None and self.result.score is not None
 
     @property
