@@ -72,7 +72,7 @@ urllib.request.urlopen(
 
 
 def test_killed_run_resumes_with_the_next_task(tmp_path):
-    """All processes of the run are killed after its first checkpoint, and nothing of it is left."""
+    """The trainer is killed after its first checkpoint, and nothing of the run is left."""
     tasks = [f"task {number}" for number in range(200)]
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
@@ -89,7 +89,7 @@ def test_killed_run_resumes_with_the_next_task(tmp_path):
     recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
     recipe |= {
         "environments": [{"agent": entry}],
-        "max_steps": 3,
+        "max_steps": 4,
         "save_strategy": "steps",
         "save_steps": 1,
         "per_device_train_batch_size": BATCH,
@@ -102,7 +102,8 @@ def test_killed_run_resumes_with_the_next_task(tmp_path):
         env = {"TMPDIR": short} | FORKED_ENGINES
         path = str(tmp_path / "recipe.yaml")
         with Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env) as run:
-            wait_for(lambda: (tmp_path / "run/checkpoint-1").exists() or run.child.poll())
+            # the first is whole when the second begins
+            run.until((tmp_path / "run/checkpoint-2").exists, "a second checkpoint begins")
             os.killpg(run.child.pid, signal.SIGKILL)
             wait_for(lambda: not processes_with(run.marker))
         given = int(state.read_text())
