@@ -43,9 +43,11 @@ MAY_IMPORT = {
     },
     "embedded": {"recipe", "services", "train"},
     "check": {
+        "agents",
         "batches",
         "config",
         "environment_entry",
+        "environment_kinds",
         "recipe",
         "recipe_checks",
         "report",
@@ -87,6 +89,7 @@ MAY_IMPORT = {
         "services",
         "weights",
     },
+    "agents": {"environment_kinds", "rollouts", "services", "session_client"},
     "recipe": {"config", "environment_entry", "recipe_checks", "rollouts", "services"},
     "recipe_checks": {
         "config",
@@ -109,7 +112,8 @@ MAY_IMPORT = {
     "distributed": set(),
     "session_client": set(),
     "tensors": set(),
-    "environment_entry": set(),
+    "environment_entry": {"environment_kinds"},
+    "environment_kinds": set(),
     "environment_site": set(),
     **{name: set() for name in EVERYBODYS},
 }

@@ -29,7 +29,7 @@ from trl_atropos.check.settings import read
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.flags import stated_flags, stated_settings
-from trl_atropos.protocol import environment_token
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.drop_reasons import JOINED
 from trl_atropos.rollouts.intake import UNKNOWN_OVERRIDE, Intake
@@ -42,7 +42,7 @@ from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble
 from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
 from trl_atropos.terminal import cut, fitted
-from trl_atropos.train import start_services
+from trl_atropos.train import control_token, start_services
 
 logger = getLogger(__name__)
 
@@ -69,6 +69,8 @@ def main(launcher: list[str], settings: list[str]) -> None:
                 "The recipe names no environment", fix="Put its path under `environments`."
             )
         if recipe.services.start_vllm:
+            # Environments start before the server, whose token opens their sessions.
+            os.environ[TOKEN_VARIABLE] = control_token()
             # enough for a group
             recipe = recipe.with_training(vllm_server_base_url=recipe.training.vllm_server_urls[0])
         recipe = recipe.with_training(output_dir=os.path.join(recipe.training.output_dir, "try"))
@@ -154,7 +156,8 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(result)}
     config = recipe.write_environment_file(spec)
     command = [*spec.groups_command("process", recipe.placeholders()), "--config", str(config)]
-    return services.start(name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd)
+    variables = spec.variables(TRL_ATROPOS_GO=str(go))
+    return services.start(name, command, env=variables, cwd=spec.cwd, scratch=True)
 
 
 def _ask(
@@ -253,6 +256,8 @@ def _lines_of_group(
             if part > 0:
                 yield f"   branch {rollout.tree.origin(part)}"
             yield from _lines_of_text(tokenizer.decode(tokens))
+        if spec.kind is not None:
+            yield from _lines_of_episode(rollout)
     yield ""
     for key in group.unknown_overrides:
         yield from wrapped(f"This version does not know the override {key}. {UNKNOWN_OVERRIDE}")
@@ -265,6 +270,14 @@ def _lines_of_group(
             "turns: the model ended its turn, and the chat template ended it once more. Call "
             "`end_turn` of the template (`trl-atropos init`) after each `chat_completion`."
         )
+
+
+def _lines_of_episode(rollout: Rollout) -> Iterator[str]:
+    """Yields what an agent did: how it ended, what it printed, and each of its calls."""
+    for message in json.loads(rollout.messages or "[]"):
+        content = repr(message["content"])[1:-1]
+        text = cut(f"{message['role']}: {content}", LINES * width())
+        yield from wrapped(text, "   ")
 
 
 def _size(rollout: Rollout, ends: list[int]) -> str:
