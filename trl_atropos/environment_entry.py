@@ -4,20 +4,23 @@ command that starts it.
 `recipe.parse` reads all entries with `parse_entries`. `train.py`, `check`, `trl-atropos try` and
 `services/evaluations.py` get the parsed entries and start them by `start_command` or
 `groups_command`. An entry with a `path` is run by a script of `environment_site/`, one with a
-`command` as it is written.
+`command` as it is written. One that names a kind of this package, such as `agent`
+(`environment_kinds.py`), is run as if it had named the kind's script as its `path`.
 """
 
+import difflib
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from trl_atropos.environment_kinds import AgentEntry, EpisodeEntry
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
 from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE, session_token
@@ -43,8 +46,9 @@ class EnvironmentSpec(BaseModel):
         config: Settings of the environment. They win over those that the run writes to that file.
         command: Whole command in place of `path`, with placeholders, as one line or a list of
             words.
+        agent: Command of an agent, its tasks and its score, in place of `path` (docs/agents.md).
         name: Name of the service and of its log file. Defaults to the script's name, or to the
-            name of its folder if the script is called `environment.py`.
+            name of its folder if the script is called `environment.py`; for an agent, to `agent`.
         env: Variables of its process.
         cwd: Folder in which it is started; by default that of the run.
         python: Interpreter that `{python}` stands for; by default the run's own.
@@ -55,9 +59,13 @@ class EnvironmentSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    KINDS: ClassVar = ("agent",)  # keys below which a kind of this package has its settings
+    SCRIPT_KEYS: ClassVar = ("env", "cwd", "python", "servers")  # not of those kinds
+
     path: NonEmpty | None = None
     config: dict[str, Any] = {}
     command: str | list[str] | None = Field(default=None, min_length=1)
+    agent: AgentEntry | None = None
     name: str = ""
     env: dict[str, str | int | float] = {}
     cwd: str | None = None
@@ -73,8 +81,14 @@ class EnvironmentSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> "EnvironmentSpec":
-        if (self.path is None) == (self.command is None):
-            raise ValueError("it needs either `path` or `command`")
+        starts = self.start_keys()
+        stated = [key for key in starts if getattr(self, key) is not None]
+        if len(stated) != 1:
+            raise ValueError(
+                f"it needs one of {_quoted(starts)}, and has {' and '.join(stated) or 'none'}"
+            )
+        if self.kind is not None:
+            self._use_kind(stated[0], self.kind)
         if self.path is None and not self.name:
             raise ValueError("an entry with a `command` needs a `name`")
         if self.path is None and self.config:
@@ -92,6 +106,33 @@ class EnvironmentSpec(BaseModel):
             )
         return self
 
+    @classmethod
+    def start_keys(cls) -> tuple[str, ...]:
+        """Returns the keys of which each entry has one: they say what is started."""
+        return ("path", "command", *cls.KINDS)
+
+    @property
+    def kind(self) -> EpisodeEntry | None:
+        """Settings of the kind of this package that the entry names, or None if it names none."""
+        for key in self.KINDS:
+            settings = getattr(self, key)
+            if settings is not None:
+                return settings
+        return None
+
+    def _use_kind(self, key: str, kind: EpisodeEntry) -> None:
+        """Fills in the script of a kind, and its settings as the script's `config`."""
+        for name in self.SCRIPT_KEYS:
+            if name in self.model_fields_set:
+                raise ValueError(f"`{name}` does not go with `{key}`, which has its own settings")
+        self.name = self.name or key
+        self.path = kind.path
+        self.config = {
+            "entry": kind.model_dump(mode="json"),
+            "group_size": kind.group_size,
+            **self.config,
+        }
+
     def _usual_name(self) -> str:
         script = self.script.absolute()
         name = script.stem
@@ -107,6 +148,8 @@ class EnvironmentSpec(BaseModel):
     @property
     def line(self) -> str:
         """Command as you would type it, without what the run fills in."""
+        if self.kind is not None:
+            return self.kind.line
         if isinstance(self.command, str):
             return self.command
         if self.command is not None:
@@ -209,7 +252,12 @@ class EvaluationSpec(EnvironmentSpec):
     @model_validator(mode="after")
     def _check_keys_of_evaluation(self) -> "EvaluationSpec":
         if self.path is None:
-            raise ValueError("an evaluation needs a `path`")
+            kinds = _quoted(self.KINDS)
+            raise ValueError(f"an evaluation needs a `path`, or one of {kinds}")
+        if self.kind is not None:
+            if self.problems is None:
+                raise ValueError("it needs `problems`: how many tasks are tried")
+            self.config["group_size"] = self.samples
         stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
         if self.problems is None and stated:
             raise ValueError(
@@ -230,9 +278,12 @@ class EvaluationSpec(EnvironmentSpec):
 Spec = TypeVar("Spec", bound=EnvironmentSpec)
 
 
-def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
-    """Returns the parsed entries of `setting`, which is `environments` or `evaluations`. Raises
-    `RecipeError` for the first one that is wrong."""
+def parse_entries(
+    setting: str, entries: Any, kind: type[Spec], folder: str | None = None
+) -> list[Spec]:
+    """Returns the parsed entries of `setting`, which is `environments` or `evaluations`. `folder`
+    is that of the recipe, from which paths of an `agent` are seen. Raises `RecipeError` for the
+    first one that is wrong."""
     code = f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict) and entries:
         what = f"`{setting}` is one mapping, not a list"
@@ -240,16 +291,11 @@ def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
     parsed = []
     for number, entry in enumerate(entries or [], start=1):
         try:
-            parsed.append(kind.model_validate(entry))
+            parsed.append(kind.model_validate(entry, context={"folder": folder}))
         except ValidationError as error:
             message, fix = _first_mistake(error)
             what = f"`{setting}` entry {number}: {message}"
-            keys = ", ".join(f"`{name}`" for name in kind.model_fields)
-            usual_fix = (
-                "An entry is the path of a script, or has `path` or `command`. It may have: "
-                f"{keys}."
-            )
-            raise RecipeError(what, str(entry), fix or usual_fix, code) from error
+            raise RecipeError(what, str(entry), fix or _usual_fix(kind, error), code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         seen = ", ".join(names)
@@ -261,16 +307,54 @@ def parse_entries(setting: str, entries: Any, kind: type[Spec]) -> list[Spec]:
 def _first_mistake(error: ValidationError) -> tuple[str, str]:
     """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`, and
     its fix if it has one of its own."""
-    mistake, *_ = error.errors()
+    mistake = _first_complaint(error)
     message = mistake["msg"].removeprefix("Value error, ")
     fix = mistake.get("ctx", {}).get("fix", "")
     return ": ".join([*map(str, mistake["loc"]), message]), fix
+
+
+def _first_complaint(error: ValidationError) -> Any:
+    """Returns pydantic's first complaint: of an unknown key, if there is one, because a misspelt
+    one is missing, too."""
+    mistakes = error.errors()
+    for mistake in mistakes:
+        if mistake["type"] == "extra_forbidden":
+            return mistake
+    return mistakes[0]
+
+
+def _usual_fix(kind: type[EnvironmentSpec], error: ValidationError) -> str:
+    """Returns which keys there are where pydantic's first complaint is."""
+    mistake = _first_complaint(error)
+    key, *inner = mistake["loc"] or [None]
+    if key in kind.KINDS and inner:
+        settings = _settings_class(kind, key)
+        close = difflib.get_close_matches(str(inner[0]), settings.model_fields, n=1)
+        if mistake["type"] == "extra_forbidden" and close:
+            return f"Did you mean `{close[0]}`?"
+        return f"`{key}` may have: {_quoted(settings.model_fields)}."
+    return (
+        "An entry is the path of a script, or has one of "
+        f"{_quoted(kind.start_keys())}. It may have: {_quoted(kind.model_fields)}."
+    )
+
+
+def _settings_class(kind: type[EnvironmentSpec], key: str) -> type[BaseModel]:
+    """Returns the class of the settings below a key of `KINDS`."""
+    settings, _none = get_args(kind.model_fields[key].annotation)
+    return settings
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
     """Raises `RecipeError` if the folder, program or script is missing that the filled-in `command`
     of an entry needs, or if the entry states its servers twice."""
     who = f"Environment {spec.name!r}"
+    if spec.kind is not None:
+        spec.kind.require(who)
     folder = spec.cwd or ""
     if spec.cwd is not None and not os.path.isdir(folder):
         what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"

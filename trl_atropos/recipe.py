@@ -359,8 +359,9 @@ def parse(argv: list[str], settings: Mapping[str, Any] | None = None) -> Recipe:
     if rest:
         raise _unknown_arguments(rest, argv, known)
     services = replace(services, vllm_args=_vllm_args(services.vllm_args))
-    environments = parse_entries("environments", services.environments, EnvironmentSpec)
-    evaluations = parse_entries("evaluations", services.evaluations, EvaluationSpec)
+    folder = os.path.dirname(os.path.abspath(path)) if path else None
+    environments = parse_entries("environments", services.environments, EnvironmentSpec, folder)
+    evaluations = parse_entries("evaluations", services.evaluations, EvaluationSpec, folder)
     parsed = Recipe(services, training, model, environments, evaluations)
     check_settings(parsed)
     return _scheduled(parsed)

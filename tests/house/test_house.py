@@ -87,6 +87,7 @@ MAY_IMPORT = {
         "services",
         "weights",
     },
+    "agents": {"environment_kinds", "rollouts", "services", "session_client"},
     "recipe": {"config", "environment_entry", "recipe_checks", "rollouts", "services"},
     "recipe_checks": {
         "config",
@@ -109,7 +110,8 @@ MAY_IMPORT = {
     "distributed": set(),
     "session_client": set(),
     "tensors": set(),
-    "environment_entry": set(),
+    "environment_entry": {"environment_kinds"},
+    "environment_kinds": set(),
     "environment_site": set(),
     **{name: set() for name in EVERYBODYS},
 }

@@ -79,7 +79,7 @@ def wrong_entry(
         {setting: [entry]},
         f"`{setting}` entry 1: {cause}",
         place,
-        "An entry is the path of a script, or has `path` or `command`",
+        "An entry is the path of a script, or has one of `path`, `command`, `agent`",
         f"{setting.removesuffix('s')}-entry",
     )
 
@@ -1200,12 +1200,12 @@ MISTAKES = {
     ),
     "an entry without a program": wrong_entry(
         {"name": "mine"},
-        "it needs either `path` or `command`",
+        "it needs one of `path`, `command`, `agent`",
         "'name': 'mine'",
     ),
     "an entry with two programs": wrong_entry(
         {"path": "environment.py", "command": "true"},
-        "it needs either `path` or `command`",
+        "it needs one of `path`, `command`, `agent`",
         "'command': 'true'",
     ),
     "an entry with a command and no name": wrong_entry(

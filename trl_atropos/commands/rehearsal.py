@@ -29,7 +29,7 @@ from trl_atropos.check.settings import read
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.flags import stated_flags, stated_settings
-from trl_atropos.protocol import environment_token
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.drop_reasons import JOINED
 from trl_atropos.rollouts.intake import UNKNOWN_OVERRIDE, Intake
@@ -42,7 +42,7 @@ from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble
 from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
 from trl_atropos.terminal import cut, fitted
-from trl_atropos.train import start_services
+from trl_atropos.train import control_token, start_services
 
 logger = getLogger(__name__)
 
@@ -69,6 +69,8 @@ def main(launcher: list[str], settings: list[str]) -> None:
                 "The recipe names no environment", fix="Put its path under `environments`."
             )
         if recipe.services.start_vllm:
+            # Environments start before the server, whose token opens their sessions.
+            os.environ[TOKEN_VARIABLE] = control_token()
             # enough for a group
             recipe = recipe.with_training(vllm_server_base_url=recipe.training.vllm_server_urls[0])
         recipe = recipe.with_training(output_dir=os.path.join(recipe.training.output_dir, "try"))

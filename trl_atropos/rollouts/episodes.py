@@ -19,6 +19,7 @@ from trl_atropos.rollouts.wire_format import RolloutOverrides
 from trl_atropos.rollouts.wire_values import MASKED, RejectedGroup, ScoredPath
 
 NO_LOGPROB = 1.0  # what Atropos writes for tokens that were not sampled
+NEVER_TRAINED = ("unseen", "NaN")  # reasons of a session's call: nobody saw it, or it is no number
 FIELDS = ("tokens", "masks", "inference_logprobs", "advantages")  # of a row, in this order
 
 
@@ -203,7 +204,7 @@ def _as_list(entries: Any) -> list:
     return list(entries)
 
 
-def session_episode(reply: SessionReply) -> dict[str, Any] | None:
+def session_episode(reply: SessionReply, train_marked: bool = False) -> dict[str, Any] | None:
     """
     Returns one item of a group that stands for all that a session has sampled (docs/sessions.md).
 
@@ -212,14 +213,15 @@ def session_episode(reply: SessionReply) -> dict[str, Any] | None:
             group.setdefault(field, []).append(value)
 
     Tokens whose log-probabilities the trainer cannot compute again (`SessionCall.reason`) are
-    context: they are not trained.
+    context: they are not trained, unless you say `train_marked`.
 
     Returns:
         `tokens`, `masks`, `inference_logprobs` and `overrides`, or None if nothing can be trained.
     """
     usable = set()
     for call in reply.calls:
-        if call.reason is None:
+        is_wanted = train_marked and call.reason not in NEVER_TRAINED
+        if call.reason is None or is_wanted:
             usable.add(call.segment)
     paths = []
     for number, segment in enumerate(reply.segments):

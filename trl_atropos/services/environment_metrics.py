@@ -2,13 +2,14 @@
 
 The environment's process appends them to a file (`environment_site/environment_site_metrics.py`),
 one JSON object a line. `manager.py` names the file to it by a variable, and `Supervisor.metrics`
-reads what is new for every generation batch.
+reads what is new for every generation batch. Environments of this package also append counts
+(`agents/accounting.py`).
 
 The file is somebody else's output: what cannot be a metric is dropped and counted.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from trl_atropos.rollouts.reward_parts import ENVIRONMENT, NamedNumbers
 
 FILE_VARIABLE = "TRL_ATROPOS_METRICS"  # as in `environment_site_metrics.py`
+COUNTS = "counts"  # key of a line whose numbers are counts: {"counts": {"episodes/ended": 8}}
 MOST_BYTES = 1 << 20  # that are read at once; a longer line is no line of metrics
 
 
@@ -35,15 +37,23 @@ class EnvironmentMetrics:
 
     def read(self) -> dict[str, float]:
         """Returns each metric that was logged since the last call as `environment/NAME/METRIC`, the
-        mean if it was logged several times, and the counts of those that were dropped."""
+        mean if it was logged several times, and the sum if it is a count. Also returns how many
+        were dropped."""
         values = defaultdict(list)
+        counts = Counter()
         for line in self._new_lines():
-            numbers = self._numbers.admit(_parsed(line), self._name)
+            content = _parsed(line)
+            if isinstance(content, dict) and isinstance(content.get(COUNTS), dict):
+                counts.update(self._numbers.admit(content[COUNTS], self._name))
+                continue
+            numbers = self._numbers.admit(content, self._name)
             for metric, value in numbers.items():
                 values[metric].append(value)
         metrics = self._numbers.metrics()
         for metric, logged in values.items():
             metrics[f"{ENVIRONMENT}{self._name}/{metric}"] = fmean(logged)
+        for metric, count in counts.items():
+            metrics[f"{ENVIRONMENT}{self._name}/{metric}"] = count
         return metrics
 
     def _new_lines(self) -> list[bytes]:

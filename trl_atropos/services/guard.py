@@ -11,7 +11,8 @@ With `--restarts N`, a command that ends by itself is started again, after 1, 2,
 to N times within an hour, unless it lived less than `--settled` seconds, or the file `--stage` says
 that it has never come further than `starting`. The guard writes to the file descriptor `--report`
 the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
-The folder `--scratch` is removed at the end.
+The folder `--scratch` is removed at the end. With `--user NAME`, which only root may ask for, the
+command runs as that user, and the guard stays as it is: the command cannot end it.
 
 Linux reports the death of the *thread* that started a process: start guards from the main thread.
 This file imports the standard library only: a guard is up in some 20 ms.
@@ -252,7 +253,7 @@ class Guard:
         could not be ended."""
         shared = SharedFiles()
         self._exit_code = None
-        self._service = _start(self._command)
+        self._service = _start(self._command, self._options.user)
         started = time.monotonic()
         while self._exit_code is None and not self._unwanted():
             look_began = time.monotonic()
@@ -300,9 +301,9 @@ class Guard:
                     self._exit_code = code
 
 
-def _start(command: list[str]) -> int:
-    """Starts the service in a process group of its own, in the guard's session. Returns its process
-    id."""
+def _start(command: list[str], user: str) -> int:
+    """Starts the service in a process group of its own, in the guard's session, as another `user`
+    if one is named. Returns its process id."""
     guard = os.getpid()
     pid = os.fork()
     if pid != 0:
@@ -314,12 +315,25 @@ def _start(command: list[str]) -> int:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setpgid(0, 0)
+        if user:
+            _become(user)
+        # after that: the kernel forgets it when a process becomes another user's
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the guard itself may be killed
         if os.getppid() == guard:
             os.execvp(command[0], command)
     except OSError as error:
         _say(f"cannot start {command[0]}: {error.strerror}")
     os._exit(EXIT_CANNOT_START)
+
+
+def _become(user: str) -> None:
+    """Makes this process another user's, with that user's groups and no others."""
+    import pwd
+
+    entry = pwd.getpwnam(user)
+    os.initgroups(user, entry.pw_gid)
+    os.setgid(entry.pw_gid)
+    os.setuid(entry.pw_uid)
 
 
 def _say(text: str) -> None:
@@ -337,6 +351,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--report", type=int, default=-1)
     parser.add_argument("--scratch", default="")
     parser.add_argument("--stage", default="")
+    parser.add_argument("--user", default="")
     if "--" not in argv[:-1]:
         parser.error("the command to guard is missing: put it after `--`")
     split = argv.index("--")

@@ -1,0 +1,1 @@
+"""Environments for programs that know a URL and nothing of training: they run in their sessions."""

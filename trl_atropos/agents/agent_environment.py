@@ -1,0 +1,218 @@
+"""The Atropos environment of an `agent` entry (docs/agents.md): each episode is a command in a
+folder of its own, which knows a session's URL, and a score of what it left.
+
+`environment_site/run.py` runs this file as a script. Agent and score have processes of their own,
+without anything of this package and with no variable of the run but those that the entry lists.
+"""
+
+import asyncio
+import json
+import os
+import pwd
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trl_atropos.agents.agent_process import AgentRun, run_agent
+from trl_atropos.agents.agent_tasks import read_tasks
+from trl_atropos.agents.episode_environment import (
+    NO_CALL,
+    EpisodeEnvironment,
+    EpisodeResult,
+)
+from trl_atropos.agents.function_pool import FunctionFailed, FunctionPool
+from trl_atropos.environment_kinds import KEY_VARIABLES, PLACEHOLDER, AgentEntry
+from trl_atropos.protocol import SessionReply
+from trl_atropos.session_client import OpenSession
+
+API_KEY = "any"  # the session's URL is the key
+TASK_FILE = "task.json"
+SCORE_FAILED = "score_failed"
+MESSAGE_TAIL = 4000  # characters of what an agent printed, in the report
+
+
+class AgentEnvironment(EpisodeEnvironment):
+    """The environment of an `agent` entry."""
+
+    name = "agent"
+    entry_class = AgentEntry
+
+    async def open(self) -> None:
+        self.variables = self.entry.variables(os.environ)
+        self.score = FunctionPool(self.entry.score, self.entry.python, self.variables)
+        await self.score.start()
+        self.user = None
+        self.folders = tempfile.mkdtemp(prefix="episodes-")
+        if self.entry.user is not None:
+            self.user = pwd.getpwnam(self.entry.user)
+            self.variables |= {"HOME": self.user.pw_dir, "USER": self.user.pw_name}
+            _let_pass(self.folders)
+
+    async def read_tasks(self) -> list[Any]:
+        return await read_tasks(self.entry, self.variables)
+
+    async def run_episode(self, task: Any, session: OpenSession) -> EpisodeResult:
+        folder = tempfile.mkdtemp(prefix="episode-", dir=self.folders)
+        try:
+            command = self._command(task, session, folder)
+            if self.user is not None:
+                _give_away(folder, self.user)
+            run = await run_agent(
+                command,
+                env=self._variables(session),
+                folder=folder,
+                timeout=self.entry.timeout,
+                max_output=self.entry.max_output,
+                user=self.entry.user,
+            )
+            reply = await session.end()  # it has ended, and no call of it comes any more
+            return await self._result(task, folder, run, reply)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    # ----------------------------------------------------------------------------------- the agent
+
+    def _command(self, task: Any, session: OpenSession, folder: str) -> list[str]:
+        """Returns the words of the command. Writes the task to its file, if a word names that."""
+        python = self.entry.python or sys.executable
+        values = {
+            "task_file": os.path.join(folder, TASK_FILE),
+            "base_url": session.openai,
+            "api_key": API_KEY,
+            "folder": folder,
+            "python": python,
+        }
+        words = []
+        for word in self.entry.command:
+            if "{task_file}" in word:
+                Path(values["task_file"]).write_text(json.dumps(task))
+            words.append(filled_in(word, task, values))
+        if words[0] == "python":
+            words[0] = python
+        return words
+
+    def _variables(self, session: OpenSession) -> dict[str, str]:
+        """Returns all variables of an agent."""
+        urls = {"OPENAI_BASE_URL": session.openai, "ANTHROPIC_BASE_URL": session.anthropic}
+        return self.variables | urls | dict.fromkeys(KEY_VARIABLES, API_KEY)
+
+    # ----------------------------------------------------------------------------------- the score
+
+    async def _result(
+        self, task: Any, folder: str, run: AgentRun, reply: SessionReply
+    ) -> EpisodeResult:
+        """Returns the result of an episode whose agent has ended: of one that ended well and has
+        called the model, with a score."""
+        result = EpisodeResult(messages=_messages(run, reply))
+        if run.failure is not None:
+            result.outcome = run.failure
+            result.reason = run.reason
+            return result
+        if not reply.counts.get("tokens", 0):
+            result.outcome = NO_CALL
+            result.reason = f"{run.reason}, without having called the model"
+            return result
+        request = {
+            "call": "score",
+            "task": task,
+            "folder": folder,
+            "output": run.output,
+            "episode": {
+                "seconds": run.seconds,
+                "calls": reply.counts["calls"],
+                "tokens": reply.counts["tokens"],
+                "completions": self._completions(reply),
+                "errors": run.errors,
+            },
+        }
+        try:
+            value = await self.score.call(request, self.entry.timeout)
+        except FunctionFailed as error:
+            result.outcome = SCORE_FAILED
+            result.reason = str(error)
+            result.error = error
+            result.may_score_0 = False
+            return result
+        result.score = value["score"]
+        result.parts = value["parts"]
+        return result
+
+    def _completions(self, reply: SessionReply) -> list[str]:
+        """Returns the text of each completion, in the order of the calls."""
+        texts = []
+        for call in reply.calls:
+            tokens: list[int] = []
+            if call.segment >= 0:
+                segment = reply.segments[call.segment]
+                for start, end in segment.sampled:
+                    tokens += segment.tokens[start:end]
+            texts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return texts
+
+
+def filled_in(word: str, task: Any, values: dict[str, str]) -> str:
+    """Returns a word of a command with the values of its placeholders: `{task[question]}` is one
+    entry of the task, `{{task}}` is the text `{task}`."""
+
+    def value_of(placeholder: Any) -> str:
+        if placeholder["literal"] is not None:
+            return f"{{{placeholder['literal']}}}"
+        if placeholder["name"] != "task":
+            return values[placeholder["name"]]
+        if placeholder["key"] is None:
+            return _text(task)
+        return _text(task[placeholder["key"]])
+
+    return PLACEHOLDER.sub(value_of, word)
+
+
+def _text(value: Any) -> str:
+    """Returns a text as it is, and anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _messages(run: AgentRun, reply: SessionReply) -> list[dict[str, str]]:
+    """Returns what the report shows of an agent."""
+    calls = reply.counts.get("calls", 0)
+    tokens = reply.counts.get("tokens", 0)
+    summary = f"{run.seconds:.1f} s, {calls} calls, {tokens} sampled tokens: {run.reason}"
+    messages = [{"role": "episode", "content": summary}]
+    for call in reply.calls:
+        length = 0
+        if call.segment >= 0:
+            length = sum(end - start for start, end in reply.segments[call.segment].sampled)
+        text = f"{call.route}: {length} tokens, {call.finish}"
+        if call.reason is not None:
+            text += f", not recomputed ({call.reason})"
+        messages.append({"role": f"call {call.call + 1}", "content": text})
+    for role, text in (("output", run.output), ("errors", run.errors)):
+        if text:
+            messages.append({"role": role, "content": text[-MESSAGE_TAIL:]})
+    return messages
+
+
+# ----------------------------------------------------------------------------------- another user
+
+
+def _let_pass(folder: str) -> None:
+    """Lets other users reach what is theirs below a folder, without seeing what else is there."""
+    os.chmod(folder, 0o711)
+    parent = os.path.dirname(folder)
+    mode = stat.S_IMODE(os.stat(parent).st_mode)
+    if mode == 0o700:  # the temporary folder of this environment alone
+        os.chmod(parent, 0o711)
+
+
+def _give_away(folder: str, user: pwd.struct_passwd) -> None:
+    """Makes another user the owner of a folder and what is in it."""
+    for path in (folder, *Path(folder).iterdir()):
+        os.chown(path, user.pw_uid, user.pw_gid)
+
+
+if __name__ == "__main__":
+    AgentEnvironment.cli()
