@@ -201,6 +201,9 @@ def missing_module(taskset_id, error):
             "Correct `id`, or install the taskset's package for the interpreter in `python`. "
             "verifiers itself brings harbor, nemo_gym, openenv and textarena."
         )
+    elif missing.startswith("verifiers."):
+        what = f"Taskset {taskset_id!r} needs {missing!r}, which verifiers 0.4 does not have"
+        fix = f"Install the version of its package that is made for {REQUIREMENT!r}."
     else:
         what = f"Taskset {taskset_id!r} needs the module {missing!r}, which is not installed"
         fix = f"Install the package that has {missing!r} for the interpreter in `python`."
