@@ -42,6 +42,7 @@ FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 PLACEHOLDER = re.compile(
     r"\{\{(?P<literal>\w+)\}\}|(?<!\$)\{(?P<name>[a-z_]+)(\[(?P<key>[^\]]+)\])?\}"
 )
+USER_NUMBERS = re.compile(r"(\d+)-(\d+)")  # the first and the last
 PLACEHOLDERS = ("task", "task_file", "base_url", "api_key", "folder", "python")
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -188,7 +189,8 @@ class AgentEntry(EpisodeEntry):
             file, seen from the recipe's folder, becomes its absolute path.
         tasks: A file of JSON lines, `file.py:function`, or a data set of the Hub.
         score: `file.py:function`, which is called with task, folder, output and episode.
-        user: Runs the agent as another user. The run must be root's.
+        user: Runs agents as other users: a name, a list of names, or numbers such as
+            `60001-60032`. Each episode has one of them for itself. The run must be root's.
         max_output: Bytes that the agent may print. It is ended if it prints more.
     """
 
@@ -197,7 +199,7 @@ class AgentEntry(EpisodeEntry):
     command: list[NonEmpty] = Field(min_length=1)
     tasks: NonEmpty | TaskDataset
     score: FunctionPlace
-    user: NonEmpty | None = None
+    user: NonEmpty | list[NonEmpty] | None = None
     max_output: int = Field(1 << 20, ge=1)
 
     @field_validator("command", mode="before")
@@ -238,6 +240,19 @@ class AgentEntry(EpisodeEntry):
         return TaskDataset(dataset=tasks)
 
     @property
+    def users(self) -> list[str]:
+        """The names or numbers of the users that agents run as; none: that of the run."""
+        if self.user is None:
+            return []
+        if isinstance(self.user, list):
+            return self.user
+        numbers = USER_NUMBERS.fullmatch(self.user)
+        if numbers is None:
+            return [self.user]
+        first, last = map(int, numbers.groups())
+        return [str(number) for number in range(first, last + 1)]
+
+    @property
     def line(self) -> str:
         return f"agent: {shlex.join(self.command)}"
 
@@ -252,19 +267,27 @@ class AgentEntry(EpisodeEntry):
             else:
                 _require_file(who, "tasks", self.tasks)
         if self.user is not None:
-            self._require_user(who, self.user)
+            self._require_users(who)
 
-    def _require_user(self, who: str, user: str) -> None:
-        seen = f"user: {user}"
-        try:
-            pwd.getpwnam(user)
-        except KeyError:
-            what = f"{who}: there is no user {user!r} on this machine"
-            raise RecipeError(what, seen, f"Make it: `useradd --create-home {user}`.") from None
+    def _require_users(self, who: str) -> None:
+        seen = f"user: {self.user}"
+        for user in self.users:
+            if user.isdigit():
+                continue
+            try:
+                pwd.getpwnam(user)
+            except KeyError:
+                what = f"{who}: there is no user {user!r} on this machine"
+                fix = f"Make it: `useradd --create-home {user}`, or name numbers, as `60001-60032`."
+                raise RecipeError(what, seen, fix) from None
         if os.geteuid() != 0:
-            what = f"{who}: only root can run an agent as another user, {user!r}"
+            what = f"{who}: only root can run agents as other users, and `user` is {self.user!r}"
             fix = "Start the run as root, for example in a container, or leave `user` out."
             raise RecipeError(what, seen, fix)
+        if any("{base_url}" in word for word in self.command):
+            what = f"{who}: everybody on the machine can read the command line of a process"
+            fix = "Have the agent read OPENAI_BASE_URL, in place of {base_url} in its `command`."
+            raise RecipeError(f"{what}, with the URL of its session", self.line, fix)
 
 
 def _require_file(who: str, setting: str, path: str) -> None:

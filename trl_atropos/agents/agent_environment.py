@@ -25,6 +25,7 @@ from trl_atropos.agents.episode_environment import (
 )
 from trl_atropos.agents.function_pool import FunctionFailed, FunctionPool
 from trl_atropos.environment_kinds import KEY_VARIABLES, PLACEHOLDER, AgentEntry
+from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import SessionReply
 from trl_atropos.session_client import OpenSession
 
@@ -44,11 +45,12 @@ class AgentEnvironment(EpisodeEnvironment):
         self.variables = self.entry.variables(os.environ)
         self.score = FunctionPool(self.entry.score, self.entry.python, self.variables)
         await self.score.start()
-        self.user = None
         self.folders = tempfile.mkdtemp(prefix="episodes-")
-        if self.entry.user is not None:
-            self.user = pwd.getpwnam(self.entry.user)
-            self.variables |= {"HOME": self.user.pw_dir, "USER": self.user.pw_name}
+        # A user who is in none of the episodes. The run's own (None) can be in all of them.
+        self.users: asyncio.Queue[str | None] = asyncio.Queue()
+        for user in self.entry.users or [None] * self.entry.episodes_at_once:
+            self.users.put_nowait(user)
+        if self.entry.users:
             _let_pass(self.folders)
 
     async def read_tasks(self) -> list[Any]:
@@ -56,21 +58,23 @@ class AgentEnvironment(EpisodeEnvironment):
 
     async def run_episode(self, task: Any, session: OpenSession) -> EpisodeResult:
         folder = tempfile.mkdtemp(prefix="episode-", dir=self.folders)
+        user = await self.users.get()
         try:
             command = self._command(task, session, folder)
-            if self.user is not None:
-                _give_away(folder, self.user)
+            if user is not None:
+                _give_away(folder, user)
             run = await run_agent(
                 command,
-                env=self._variables(session),
+                env=self._variables(session, user, folder),
                 folder=folder,
                 timeout=self.entry.timeout,
                 max_output=self.entry.max_output,
-                user=self.entry.user,
+                user=user,
             )
             reply = await session.end()  # it has ended, and no call of it comes any more
             return await self._result(task, folder, run, reply)
         finally:
+            self.users.put_nowait(user)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     # ----------------------------------------------------------------------------------- the agent
@@ -94,10 +98,13 @@ class AgentEnvironment(EpisodeEnvironment):
             words[0] = python
         return words
 
-    def _variables(self, session: OpenSession) -> dict[str, str]:
+    def _variables(self, session: OpenSession, user: str | None, folder: str) -> dict[str, str]:
         """Returns all variables of an agent."""
+        variables = dict(self.variables)
+        if user is not None and "HOME" not in self.entry.env:
+            variables["HOME"] = folder if user.isdigit() else pwd.getpwnam(user).pw_dir
         urls = {"OPENAI_BASE_URL": session.openai, "ANTHROPIC_BASE_URL": session.anthropic}
-        return self.variables | urls | dict.fromkeys(KEY_VARIABLES, API_KEY)
+        return variables | urls | dict.fromkeys(KEY_VARIABLES, API_KEY)
 
     # ----------------------------------------------------------------------------------- the score
 
@@ -106,7 +113,8 @@ class AgentEnvironment(EpisodeEnvironment):
     ) -> EpisodeResult:
         """Returns the result of an episode whose agent has ended: of one that ended well and has
         called the model, with a score."""
-        result = EpisodeResult(messages=_messages(run, reply))
+        completions = self._completions(reply)
+        result = EpisodeResult(messages=_messages(run, reply, completions))
         if run.failure is not None:
             result.outcome = run.failure
             result.reason = run.reason
@@ -124,7 +132,7 @@ class AgentEnvironment(EpisodeEnvironment):
                 "seconds": run.seconds,
                 "calls": reply.counts["calls"],
                 "tokens": reply.counts["tokens"],
-                "completions": self._completions(reply),
+                "completions": completions,
                 "errors": run.errors,
             },
         }
@@ -164,9 +172,17 @@ def filled_in(word: str, task: Any, values: dict[str, str]) -> str:
             return values[placeholder["name"]]
         if placeholder["key"] is None:
             return _text(task)
-        return _text(task[placeholder["key"]])
+        return _text(_entry_of(task, placeholder["key"]))
 
     return PLACEHOLDER.sub(value_of, word)
+
+
+def _entry_of(task: Any, key: str) -> Any:
+    if isinstance(task, dict) and key in task:
+        return task[key]
+    what = f"A task has no entry {key!r}, which the agent's command names"
+    fix = f"Correct `{{task[{key}]}}` in `command`, or write `{{task}}` for the whole task."
+    raise AtroposTrainingError(what, _text(task)[:200], fix)
 
 
 def _text(value: Any) -> str:
@@ -176,23 +192,21 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _messages(run: AgentRun, reply: SessionReply) -> list[dict[str, str]]:
-    """Returns what the report shows of an agent."""
+def _messages(run: AgentRun, reply: SessionReply, completions: list[str]) -> list[dict[str, str]]:
+    """Returns what the report and `try` show of an episode, as messages."""
     calls = reply.counts.get("calls", 0)
     tokens = reply.counts.get("tokens", 0)
     summary = f"{run.seconds:.1f} s, {calls} calls, {tokens} sampled tokens: {run.reason}"
     messages = [{"role": "episode", "content": summary}]
-    for call in reply.calls:
-        length = 0
-        if call.segment >= 0:
-            length = sum(end - start for start, end in reply.segments[call.segment].sampled)
-        text = f"{call.route}: {length} tokens, {call.finish}"
-        if call.reason is not None:
-            text += f", not recomputed ({call.reason})"
-        messages.append({"role": f"call {call.call + 1}", "content": text})
     for role, text in (("output", run.output), ("errors", run.errors)):
         if text:
             messages.append({"role": role, "content": text[-MESSAGE_TAIL:]})
+    for call, completion in zip(reply.calls, completions, strict=True):
+        marked = ""
+        if call.reason is not None:
+            marked = f", not recomputed ({call.reason})"
+        text = f"{call.route}, {call.finish}{marked}: {completion[-MESSAGE_TAIL:]}"
+        messages.append({"role": f"call {call.call + 1}", "content": text})
     return messages
 
 
@@ -208,10 +222,17 @@ def _let_pass(folder: str) -> None:
         os.chmod(parent, 0o711)
 
 
-def _give_away(folder: str, user: pwd.struct_passwd) -> None:
+def _give_away(folder: str, user: str) -> None:
     """Makes another user the owner of a folder and what is in it."""
+    owner = group = 0
+    if user.isdigit():
+        owner = group = int(user)
+    else:
+        entry = pwd.getpwnam(user)
+        owner = entry.pw_uid
+        group = entry.pw_gid
     for path in (folder, *Path(folder).iterdir()):
-        os.chown(path, user.pw_uid, user.pw_gid)
+        os.chown(path, owner, group)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,15 @@ from trl_atropos.agents.accounting import Accounting
 from trl_atropos.environment_kinds import EpisodeEntry
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import EVALUATION_KEY, SessionReply
-from trl_atropos.rollouts.episodes import session_episode
+from trl_atropos.rollouts.episodes import NO_LOGPROB, session_episode
+from trl_atropos.rollouts.wire_values import MASKED
 from trl_atropos.session_client import OpenSession, SessionClient
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a session outlives its episode's time, which includes the score's.
 SPARE_TIME = 60.0
+MOST_TOLD = 50  # different reasons of failures that are written to the log
 # What became of an episode. The kinds have further words for failures of their own.
 ENDED = "ended"  # it has a score
 NO_CALL = "no_call"  # it never called the model: there is nothing to train
@@ -92,7 +94,7 @@ class Episode:
             masks.append(branch["masks"])
         trained = 0
         for mask in masks:
-            trained += sum(value != -100 for value in mask)
+            trained += sum(value != MASKED for value in mask)
         return trained
 
 
@@ -150,6 +152,7 @@ class EpisodeEnvironment(BaseEnv):
             self.evaluation = servers[0].api_key
         self.slots = asyncio.Semaphore(self.entry.episodes_at_once)
         self.accounting = Accounting()
+        self.told: set[str] = set()  # reasons of failures that are in the log
         await self.open()
         tasks = await self.read_tasks()
         if not tasks:
@@ -240,19 +243,30 @@ class EpisodeEnvironment(BaseEnv):
 
     def _judged(self, result: EpisodeResult, reply: SessionReply) -> Episode:
         """Returns an episode, after a look whether it can be trained."""
-        train_marked = self.entry.marked_calls == "train"
+        is_evaluation = self.evaluation is not None  # of which nothing is trained
+        train_marked = is_evaluation or self.entry.marked_calls == "train"
         item = session_episode(reply, train_marked=train_marked)
-        if not reply.counts.get("tokens", 0) and result.outcome not in (BROKEN, CANCELLED):
-            result.outcome = NO_CALL
-        elif item is None and result.outcome == ENDED:
-            result.outcome = UNTRAINABLE
+        if item is None and result.outcome == ENDED:
+            result.outcome = UNTRAINABLE if reply.counts.get("tokens", 0) else NO_CALL
         elif item is not None and 0 < self.max_token_len <= len(item["tokens"]):
             result.outcome = TOO_LONG
             item = None
         if result.score is None and self._scores_failures() and result.may_score_0:
             result.score = 0.0
+        if item is None and is_evaluation:
+            item = nothing_sampled()
         self.accounting.count_episode(result.outcome)
+        self._tell(result)
         return Episode(result, reply, item)
+
+    def _tell(self, result: EpisodeResult) -> None:
+        """Writes to the log why an episode failed, once for each reason."""
+        if result.reason and result.reason not in self.told and len(self.told) < MOST_TOLD:
+            self.told.add(result.reason)
+            details = "".join(getattr(result.error, "__notes__", ()))
+            logger.warning(
+                "An episode has failed (%s): %s %s", result.outcome, result.reason, details
+            )
 
     def _scores_failures(self) -> bool:
         """Returns whether a failed episode has the score 0. In an evaluation, it has: its task is
@@ -272,6 +286,16 @@ class EpisodeEnvironment(BaseEnv):
             group["messages"].append(episode.result.messages)
         group["generation_params"] = {"temperature": self.config.temperature}
         return group
+
+
+def nothing_sampled() -> dict[str, Any]:
+    """Returns the item of an evaluation's episode of which nothing is known but its score."""
+    return {
+        "tokens": [0],
+        "masks": [MASKED],
+        "inference_logprobs": [NO_LOGPROB],
+        "overrides": {"branches": []},
+    }
 
 
 class EpisodesFailed(AtroposTrainingError):

@@ -17,6 +17,7 @@ from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services import guard as guard_script
 from trl_atropos.services.guard import KILL_DEADLINE, SharedFiles, end_service
 
+LONGEST_LINE = 1 << 26  # bytes that are read as a line
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 LONGEST_END = GRACE + KILL_DEADLINE + 2.0  # seconds that a guard may take to end its program
 
@@ -46,17 +47,22 @@ async def start_guarded(
     if user is not None:
         options += ["--user", user]
     words = [sys.executable, "-I", "-S", guard_script.__file__, *options, "--", *command]
+    start = asyncio.create_subprocess_exec(
+        *words,
+        stdin=PIPE if has_input else DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE if has_errors else None,
+        cwd=cwd,
+        env=dict(env),
+        start_new_session=True,
+        limit=LONGEST_LINE,
+    )
+    starting = asyncio.ensure_future(start)
     try:
-        return await asyncio.create_subprocess_exec(
-            *words,
-            stdin=PIPE if has_input else DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE if has_errors else None,
-            cwd=cwd,
-            env=dict(env),
-            start_new_session=True,
-            limit=1 << 26,  # bytes of a line
-        )
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await end_guarded(await starting)  # asyncio would kill the guard alone
+        raise
     except (OSError, ValueError) as error:
         longest = max(command, key=len)
         what = f"The command {command[0]!r} cannot be started: {error}"

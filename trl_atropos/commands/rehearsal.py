@@ -156,7 +156,8 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(result)}
     config = recipe.write_environment_file(spec)
     command = [*spec.groups_command("process", recipe.placeholders()), "--config", str(config)]
-    return services.start(name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd)
+    variables = spec.variables(TRL_ATROPOS_GO=str(go))
+    return services.start(name, command, env=variables, cwd=spec.cwd, scratch=True)
 
 
 def _ask(
@@ -255,6 +256,8 @@ def _lines_of_group(
             if part > 0:
                 yield f"   branch {rollout.tree.origin(part)}"
             yield from _lines_of_text(tokenizer.decode(tokens))
+        if spec.kind is not None:
+            yield from _lines_of_episode(rollout)
     yield ""
     for key in group.unknown_overrides:
         yield from wrapped(f"This version does not know the override {key}. {UNKNOWN_OVERRIDE}")
@@ -267,6 +270,14 @@ def _lines_of_group(
             "turns: the model ended its turn, and the chat template ended it once more. Call "
             "`end_turn` of the template (`trl-atropos init`) after each `chat_completion`."
         )
+
+
+def _lines_of_episode(rollout: Rollout) -> Iterator[str]:
+    """Yields what an agent did: how it ended, what it printed, and each of its calls."""
+    for message in json.loads(rollout.messages or "[]"):
+        content = repr(message["content"])[1:-1]
+        text = cut(f"{message['role']}: {content}", LINES * width())
+        yield from wrapped(text, "   ")
 
 
 def _size(rollout: Rollout, ends: list[int]) -> str:

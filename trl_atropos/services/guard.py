@@ -11,8 +11,8 @@ With `--restarts N`, a command that ends by itself is started again, after 1, 2,
 to N times within an hour, unless it lived less than `--settled` seconds, or the file `--stage` says
 that it has never come further than `starting`. The guard writes to the file descriptor `--report`
 the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
-The folder `--scratch` is removed at the end. With `--user NAME`, which only root may ask for, the
-command runs as that user, and the guard stays as it is: the command cannot end it.
+The folder `--scratch` is removed at the end. With `--user`, a name or a number, the command runs as
+that user, which only root may ask for. The guard stays as it is: the command cannot end it.
 
 Linux reports the death of the *thread* that started a process: start guards from the main thread.
 This file imports the standard library only: a guard is up in some 20 ms.
@@ -327,9 +327,15 @@ def _start(command: list[str], user: str) -> int:
 
 
 def _become(user: str) -> None:
-    """Makes this process another user's, with that user's groups and no others."""
+    """Makes this process another user's, with that user's groups, or none for a mere number."""
     import pwd
 
+    if user.isdigit():
+        number = int(user)
+        os.setgroups([])
+        os.setgid(number)
+        os.setuid(number)
+        return
     entry = pwd.getpwnam(user)
     os.initgroups(user, entry.pw_gid)
     os.setgid(entry.pw_gid)
