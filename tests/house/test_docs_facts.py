@@ -19,6 +19,7 @@ from trl import GRPOConfig, TrlParser
 
 from tests.house.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.metrics.timing import PARTS as TIMES
 from trl_atropos.recipe import PARTS, EnvironmentSpec, EvaluationSpec, parse
@@ -44,6 +45,7 @@ OTHER_KEYS |= {
     "fsdp_version",
     "cpu_ram_efficient_loading",
     *EvaluationSpec.model_fields,
+    *VerifiersEntry.model_fields,
 }
 YAML_BLOCKS = [block for name in PAGES for block in Page(name).blocks_of("yaml")]
 

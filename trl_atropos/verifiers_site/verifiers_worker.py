@@ -164,7 +164,6 @@ def said(error):
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the taskset prints must not stand between the answers
-
     asyncio.run(Worker(answers).serve())
 
 
