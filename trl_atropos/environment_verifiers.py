@@ -60,7 +60,8 @@ class VerifiersEntry(EpisodeEntry):
 
     def probe(self, who: str) -> None:
         super().probe(who)
-        line = json.dumps({"id": 1, **self.opening(peek=True)})
+        request = {"id": 1, **self.opening(peek=True)}
+        line = json.dumps(request)
         try:
             ended = subprocess.run(
                 self.command,
@@ -75,7 +76,8 @@ class VerifiersEntry(EpisodeEntry):
             fix = "See what it loads, or use fewer tasks (`select`)."
             raise RecipeError(what, f"id: {self.id}", fix, "verifiers") from None
         if not ended.stdout.strip():
-            last = (ended.stderr.strip() or "nothing").splitlines()[-1]
+            errors = ended.stderr.strip() or "nothing"
+            *_, last = errors.splitlines()
             what = f"{who}: loading taskset {self.id!r} ended its process with: {last}"
             fix = "Run `python -c 'import verifiers.v1'` with the interpreter in `python`."
             seen = f"exit code {ended.returncode}"

@@ -20,7 +20,7 @@ import pytest
 from tests.server_process import Server
 from trl_atropos.agents.line_process import LineProcess, ProcessEnded
 from trl_atropos.agents.verifiers_environment import VerifiersEnvironment
-from trl_atropos.environment_entry import EnvironmentSpec, parse_entries
+from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, parse_entries
 from trl_atropos.environment_verifiers import WORKER, VerifiersEntry
 from trl_atropos.errors import RecipeError
 from trl_atropos.rollouts.episodes import session_episode
@@ -103,6 +103,12 @@ def test_entry_is_read_as_seen_from_the_recipe(tmp_path):
     assert spec.verifiers.python == f"{tmp_path}/venv/bin/python"
     assert spec.line == 'verifiers: wordle agent={"max_turns": 4}'
     assert spec.config["entry"]["args"] == {"agent": {"max_turns": 4}}
+
+
+def test_evaluation_takes_the_same_entry():
+    entry = {"verifiers": {"id": "wordle"}, "problems": 20, "samples": 2}
+    (spec,) = parse_entries("evaluations", [entry], EvaluationSpec)
+    assert spec.config["group_size"] == 2
 
 
 def test_unknown_setting_of_the_entry_is_reported():

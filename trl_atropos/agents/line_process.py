@@ -42,7 +42,8 @@ class LineProcess:
         number = next(self._ids)
         call = asyncio.get_running_loop().create_future()
         self._calls[number] = call
-        line = json.dumps({"id": number, **request}) + "\n"
+        content = {"id": number, **request}
+        line = f"{json.dumps(content)}\n"
         try:
             self._guard.stdin.write(line.encode())
             with contextlib.suppress(ConnectionError):  # the reader says that it has ended
@@ -66,9 +67,9 @@ class LineProcess:
             call = self._calls.get(answer["id"])
             if call is not None and not call.done():
                 call.set_result(answer)
-        self.is_alive = False
-        await end_guarded(self._guard)
-        ended = ProcessEnded(f"its process ended with exit code {self._guard.returncode}")
+        await self.end()
+        code = self._guard.returncode
+        ended = ProcessEnded(f"its process ended with exit code {code}")
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(ended)

@@ -54,7 +54,8 @@ class Refusal(Exception):
         fields = {"what": self.what, "seen": self.seen, "fix": self.fix}
         cause = self.__cause__
         if cause is not None:
-            lines = traceback.format_exception(type(cause), cause, cause.__traceback__)
+            kind = type(cause)
+            lines = traceback.format_exception(kind, cause, cause.__traceback__)
             fields["traceback"] = "".join(lines)
         return fields
 
@@ -105,6 +106,7 @@ class Worker:
             await self.play_episodes(taskset)
 
     async def play_episodes(self, taskset):
+        """Plays episodes until standard input ends."""
         running = set()
         while True:
             request = await read_request()
@@ -113,6 +115,7 @@ class Worker:
             episode = asyncio.create_task(self.play(taskset, request))
             running.add(episode)
             episode.add_done_callback(running.discard)
+        # before the servers end that the episodes use
         for episode in running:
             episode.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -133,7 +136,9 @@ class Worker:
         self.send(request, {"refusal": refusal.fields()})
 
     def send(self, request, answer):
-        self.answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
+        fields = {"id": request["id"], **answer}
+        line = json.dumps(fields)
+        self.answers.write(f"{line}\n")
         self.answers.flush()
 
 
