@@ -183,6 +183,10 @@ MISTAKES = {
         {"args": {"agent": {"harness": {"id": "bash"}}}},
         "has no `runtime`",
     ),
+    "an unknown harness": (
+        {"args": {"agent": {"harness": {"id": "bahs"}}}},
+        "no harness 'bahs'",
+    ),
     "a harness that needs a container": (
         {"args": {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "subprocess"}}}},
         "needs a container runtime",

@@ -24,8 +24,10 @@ from verifiers.v1.runtimes import PrimeConfig, SubprocessConfig
 from verifiers.v1.types import content_text
 from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 from verifiers.v1.utils.loaders import (
+    builtin_harness_ids,
     default_harness_id,
     env_config_type,
+    harness_class,
     import_environment,
     import_taskset,
     load_environment,
@@ -226,22 +228,42 @@ def read_config(taskset_id, args):
 
 def with_usual_player(taskset_id, name, default, stated):
     """Returns the settings of an agent, with a harness and a runtime if neither the recipe nor the
-    taskset names them."""
+    taskset names them. Raises `Refusal` if model-written commands would run on this machine without
+    the recipe's consent."""
     settings = dict(stated)
-    has_harness = default.harness is not None or default_harness_id(taskset_id) != USUAL_HARNESS
-    if "harness" not in settings and not has_harness:
-        settings["harness"] = {"id": PLAIN_HARNESS}
-    if "runtime" not in settings and default.runtime == PrimeConfig():
-        settings["runtime"] = SubprocessConfig().model_dump()
-        harness_id = (settings.get("harness") or {}).get("id")
-        if harness_id not in (None, PLAIN_HARNESS):
-            what = f"Agent {name!r} plays with the harness {harness_id!r}, and has no `runtime`"
-            fix = (
-                f"Say where its program runs: `args: {{{name}: {{runtime: {{type: docker}}}}}}`, "
-                "or `subprocess` for this machine, where it may run commands that the model writes."
-            )
-            raise Refusal(what, f"harness: {harness_id}", fix)
+    harness_id = harness_of(taskset_id, default, stated)
+    if harness_id == PLAIN_HARNESS:
+        settings["harness"] = {**(stated.get("harness") or {}), "id": PLAIN_HARNESS}
+    if "runtime" in stated or default.runtime != PrimeConfig():
+        return settings
+    try:
+        harness = harness_class(harness_id)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        what = f"Agent {name!r} has no harness {harness_id!r}: {said(error)}"
+        raise Refusal(what, f"harness: {harness_id}", "Correct its `harness`.") from error
+    if harness.EXECUTES_CODE:
+        what = f"Agent {name!r} plays with the harness {harness_id!r}, and has no `runtime`"
+        fix = (
+            f"Say where its program runs: `args: {{{name}: {{runtime: {{type: docker}}}}}}`, or "
+            "`subprocess` for this machine, where it may run commands that the model writes."
+        )
+        raise Refusal(what, f"harness: {harness_id}", fix)
+    settings["runtime"] = SubprocessConfig().model_dump()
     return settings
+
+
+def harness_of(taskset_id, default, stated):
+    """Returns the name of an agent's harness: that of the recipe, of the environment, of the
+    taskset, or the one that runs no commands."""
+    stated_id = (stated.get("harness") or {}).get("id")
+    if stated_id is not None:
+        return stated_id
+    if default.harness is not None:
+        return default.harness.id
+    bundled = default_harness_id(taskset_id)
+    if bundled != USUAL_HARNESS:
+        return bundled
+    return PLAIN_HARNESS
 
 
 def bad_argument(config_class, taskset_id, error):
@@ -309,9 +331,11 @@ def make_environment(config):
 
 
 def is_uv_needed(config):
-    """Returns whether an agent has a harness of verifiers' own on this machine."""
-    for agent in agent_config_fields(config).values():
-        if isinstance(agent.runtime, SubprocessConfig):
+    """Returns whether an agent plays on this machine with a harness that verifiers brings."""
+    harnesses = config.agent_harnesses()
+    for name, agent in agent_config_fields(config).items():
+        is_here = isinstance(agent.runtime, SubprocessConfig)
+        if is_here and harnesses[name].id in builtin_harness_ids():
             return True
     return False
 
