@@ -10,7 +10,7 @@ from asyncio import StreamReader
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trl_atropos.agents.guarded_process import end_guarded, start_guarded
+from trl_atropos.agents.guarded_process import end_guarded, start_guarded, until_ended
 
 CHUNK = 1 << 16  # bytes
 LAST_WORDS = 1.0  # seconds for what is left in a pipe when nobody writes to it any more
@@ -49,11 +49,12 @@ class _Output:
 
     def __init__(self, most: int) -> None:
         self.is_too_much = asyncio.Event()
+        self.agent_has_ended = asyncio.Event()
         self._most = most
 
     async def read(self, stream: StreamReader, kept: bytearray) -> None:
-        """Reads a stream to its end into `kept`. Stops reading if there is too much in it: the
-        agent then waits to be ended, instead of keeping this process busy."""
+        """Reads a stream to its end into `kept`. If there is too much in it, waits until the agent
+        was ended, instead of being kept busy, and drops the rest."""
         while len(kept) <= self._most:
             chunk = await stream.read(CHUNK)
             if not chunk:
@@ -61,6 +62,9 @@ class _Output:
             kept += chunk
         del kept[self._most :]
         self.is_too_much.set()
+        await self.agent_has_ended.wait()
+        while await stream.read(CHUNK):
+            pass
 
 
 async def run_agent(
@@ -93,17 +97,17 @@ async def run_agent(
         asyncio.create_task(output.read(guard.stderr, errors)),
     ]
     watchers = [
-        asyncio.create_task(guard.wait()),
+        asyncio.create_task(until_ended(guard)),
         asyncio.create_task(output.is_too_much.wait()),
     ]
     try:
         await asyncio.wait(watchers, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         ended_by_itself = guard.returncode is not None
         seconds = time.monotonic() - began
-        await end_guarded(guard)
-        await asyncio.wait(readers, timeout=LAST_WORDS)
     finally:
         await end_guarded(guard)
+        output.agent_has_ended.set()
+        await asyncio.wait(readers, timeout=LAST_WORDS)
         for task in (*readers, *watchers):
             task.cancel()
     failure = None

@@ -18,6 +18,7 @@ from trl_atropos.services import guard as guard_script
 from trl_atropos.services.guard import KILL_DEADLINE, SharedFiles, end_service
 
 LONGEST_LINE = 1 << 26  # bytes that are read as a line
+POLL = 0.02  # seconds
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 LONGEST_END = GRACE + KILL_DEADLINE + 2.0  # seconds that a guard may take to end its program
 
@@ -75,14 +76,21 @@ async def end_guarded(guard: Process) -> None:
     if guard.returncode is None:
         _signal(guard, signal.SIGTERM)
         try:
-            await asyncio.wait_for(guard.wait(), LONGEST_END)
+            await asyncio.wait_for(until_ended(guard), LONGEST_END)
         except TimeoutError:
             _signal(guard, signal.SIGKILL)
-            await guard.wait()
+            await until_ended(guard)
     if guard.returncode < 0:  # it was killed, and has ended nothing
         await asyncio.to_thread(end_service, guard.pid, GRACE, SharedFiles())
 
 
+async def until_ended(guard: Process) -> None:
+    """Waits for a guard's end. asyncio's own `wait` also waits until nobody has its pipes open."""
+    while guard.returncode is None:
+        await asyncio.sleep(POLL)
+
+
 def _signal(guard: Process, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        guard.send_signal(signum)
+    # The process' own `send_signal` would take the exit code from asyncio, if it has just ended.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(guard.pid, signum)

@@ -343,7 +343,10 @@ def _become(user: str) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"guard: {text}\n")
+    """Writes a line to the service's log, if that can be: the disk may be full, and the reader of a
+    pipe ends with the parent."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"guard: {text}\n".encode())
 
 
 def main(argv: list[str]) -> int:
