@@ -229,9 +229,9 @@ def test_episodes_come_back_with_reward_metrics_and_tokens(server: Server):
 
         await asyncio.gather(episode(0), episode(1))
         ended = environment.process
-        (guard,) = psutil.Process().children()
-        (worker,) = guard.children()
-        worker.send_signal(signal.SIGKILL)
+        for process in psutil.Process().children(recursive=True):
+            if process.cmdline()[-1:] == [WORKER] and process.cmdline()[0] == PYTHON:
+                process.send_signal(signal.SIGKILL)
         while ended.is_alive:
             await asyncio.sleep(0.1)
         await episode(2)
