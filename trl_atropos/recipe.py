@@ -57,15 +57,16 @@ class ServicesConfig:
             Whether to start NVIDIA's MPS, so that a GPU computes for trainer and server at once.
         environments (`list[dict]`, *optional*):
             Environments to start (in the recipe file only): each the path of its script, or a
-            mapping with `path` or `command`, and optionally `name`, `config` (its settings), `env`,
-            `cwd`, `python` and `servers`. A command may have {python}, {model}, {atropos_url},
-            {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}. An environment that ends
-            (or the Atropos API of the run) is started again, up to 3 times in an hour. One that
-            ends within 30 seconds of its start, or before it has ever registered at the API, ends
-            the run.
+            mapping with `path`, `command` or `agent`, and optionally `name`, `config` (its
+            settings), `env`, `cwd`, `python` and `servers`. A command may have {python}, {model},
+            {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}. An
+            environment that ends (or the Atropos API of the run) is started again, up to 3 times in
+            an hour. One that ends within 30 seconds of its start, or before it has ever registered
+            at the API, ends the run.
         evaluations (`list[dict]`, *optional*):
             Environments to evaluate the policy with, beside the training (in the recipe file only):
-            entries like those of `environments` with a `path`, and optionally `problems` (how many
+            entries like those of `environments`, but none with a `command`, and optionally
+            `problems` (how many
             are asked; by default, the environment's own `evaluate` runs), `samples` of each,
             `temperature`, `passes_above` (a score) and `every` (optimizer steps; by default
             `eval_steps`).

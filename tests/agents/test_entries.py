@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trl_atropos.agents.agent_environment import filled_in
+from trl_atropos.check.services import agent_findings
 from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, parse_entries
 from trl_atropos.environment_kinds import AgentEntry
 from trl_atropos.errors import AtroposTrainingError, RecipeError
@@ -141,3 +142,25 @@ def test_placeholders_are_filled_in(word, filled):
 def test_entry_that_a_task_does_not_have_is_told():
     with pytest.raises(AtroposTrainingError, match="A task has no entry 'question'"):
         filled_in("{task[question]}", "a text", {})
+
+
+@pytest.mark.parametrize(
+    ("agent", "tasks", "message"),
+    [
+        ({"command": "python nowhere.py"}, "{}", "names a script that is not there"),
+        ({}, "{}\n{", "Line 2 of"),
+        ({}, "\n", "it has no tasks"),
+        ({"command": "python my_agent.py {task[q]}"}, '{"p": 1}', "its tasks have no entry 'q'"),
+        ({"command": "python my_agent.py {task[q]}"}, '"a text"', "its tasks have no entry 'q'"),
+        ({"command": "python my_agent.py {task[q]}"}, '{"q": 1}', None),
+    ],
+)
+def test_check_reads_tasks_and_command(folder, agent, tasks, message):
+    (folder / "tasks.jsonl").write_text(tasks)
+    spec = spec_of(folder, **agent)
+    findings = [finding.what for finding in agent_findings(spec, spec.agent)]
+    if message is None:
+        assert findings == []
+    else:
+        (what,) = findings
+        assert message in what

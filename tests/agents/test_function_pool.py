@@ -19,7 +19,7 @@ HEAD = "import asyncio, dataclasses, os, sys, time, collections\n"
 def score_by(
     folder: Path, body: str, timeout: float = 20.0, kind: str = "def", times: int = 1
 ) -> list[Any]:
-    """What calls of a score function, side by side, return or raise."""
+    """Returns what calls of a score function, side by side, return or raise."""
     (folder / "mine.py").write_text(f"{HEAD}{kind} score(task, folder, output, episode):\n{body}\n")
 
     async def call() -> list[Any]:

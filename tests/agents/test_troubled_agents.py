@@ -16,6 +16,7 @@ from trl_atropos.agents.agent_environment import AgentEnvironment
 from trl_atropos.agents.episode_environment import EpisodeConfig
 from trl_atropos.environment_kinds import AgentEntry
 from trl_atropos.protocol import TOKEN_VARIABLE, SessionsReply
+from trl_atropos.rollouts.wire import parse_group
 from trl_atropos.services.environment_metrics import COUNTS, FILE_VARIABLE
 
 pytestmark = [pytest.mark.server, pytest.mark.seconds(15)]
@@ -36,7 +37,7 @@ OUTCOMES = {
 }
 
 
-def environment(server: Server, mark: str, **settings: Any) -> AgentEnvironment:
+def environment(server: Server, mark: str, key: str = "none", **settings: Any) -> AgentEnvironment:
     """The environment of an entry with the troubled agent, as a run would start it."""
     entry = {
         "command": ["{python}", str(HERE / "troubled_agent.py"), "{task}"],
@@ -58,7 +59,7 @@ def environment(server: Server, mark: str, **settings: Any) -> AgentEnvironment:
         }
     )
     place = APIServerConfig(
-        base_url=f"{server.url}/v1", model_name=server.model, server_type="vllm", api_key="none"
+        base_url=f"{server.url}/v1", model_name=server.model, server_type="vllm", api_key=key
     )
     return AgentEnvironment(config, [place, place], slurm=False)
 
@@ -147,3 +148,29 @@ def test_trouble_is_told_apart_and_accounted_for(server, tmp_path, monkeypatch, 
             for branch in overrides["branches"]:
                 sent += sum(token != -100 for token in branch["masks"])
     assert counts["tokens/sent"] == sent > 0
+
+
+@pytest.mark.parametrize("key", ["none", "evaluation-of-a-test"])
+def test_failures_may_have_the_score_0(server, tmp_path, monkeypatch, key):
+    """With `score_0`, an agent that fails is trained. An evaluation counts one that never called,
+    too: its task is not solved."""
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "metrics.jsonl"))
+    monkeypatch.setenv(TOKEN_VARIABLE, server.token)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    on_failure = "score_0" if key == "none" else "drop"
+    env = environment(server, uuid.uuid4().hex, key, on_failure=on_failure)
+    tasks = ["crash", "silent", "bad score", "fine"]
+    crash, silent, bad_score, fine = asyncio.run(try_all(env, tasks))
+    assert crash[0]["scores"] == [0.0]
+    assert any(token != -100 for token in crash[0]["masks"][0])
+    assert "2 score_failed" in str(bad_score)
+    assert fine[0]["scores"] == [1.0]
+    if key == "none":
+        assert "2 no_call" in str(silent)
+    else:
+        assert silent[0]["scores"] == [0.0]
+        group = parse_group(silent[0])
+        assert not group.trained[0].any()
+    told = json.loads(json.dumps(fine[0]["messages"][0]))
+    roles = [message["role"] for message in told]
+    assert roles == ["episode", "call 1"]

@@ -4,13 +4,16 @@ One that runs as the run's user can reach some of it, as docs/agents.md says."""
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from trl_atropos.agents.agent_process import run_agent
+from trl_atropos.services import guard as guard_script
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can name users")
 # Prints which secrets it finds in variables, command lines and files of the machine's processes.
@@ -40,9 +43,6 @@ PYTHON = os.path.realpath(sys.executable)
 @pytest.fixture
 def folders():
     """Two folders of episodes that other users may pass by."""
-    import shutil
-    import tempfile
-
     root = Path(tempfile.mkdtemp(dir="/tmp"))
     root.chmod(0o711)
     made = []
@@ -72,7 +72,8 @@ def test_agent_reaches_only_what_the_page_says(folders, user):
     python = python_for_all()
     if python is None:
         pytest.skip("no interpreter here is open to other users")
-    token, url = "token-5c1e", "session-9a7f"
+    token = "token-5c1e"
+    url = "session-9a7f"
     (folders[0] / "secret.txt").write_text("another episode's file")
     # a process of the run, and the agent of another episode
     run = subprocess.Popen(["sleep", "60"], env={"TRL_ATROPOS_TOKEN": token})
@@ -107,3 +108,37 @@ def test_agent_reaches_only_what_the_page_says(folders, user):
         assert uid == int(user)
         assert found == []
     assert (folders[1] / "mine.txt").read_text() == "written"
+
+
+def test_guard_is_closed_to_its_own_user(folders):
+    """The guard of an agent, or of a server, is closed to processes of the same user who is not
+    root. A foreign program below it is not: each program is open again once it is executed."""
+    python = python_for_all()
+    if python is None:
+        pytest.skip("no interpreter here is open to other users")
+    guard = Path(guard_script.__file__).read_text()
+    script = folders[0] / "guard.py"  # this checkout may be closed to others
+    script.write_text(guard)
+    spy = (
+        "import os, pathlib\n"
+        "for pid in (os.getppid(), os.getpid()):\n"
+        "    for name in ('environ', 'fd/0', 'maps'):\n"
+        "        try:\n"
+        "            path = pathlib.Path(f'/proc/{pid}/{name}')\n"
+        "            path.readlink() if name == 'fd/0' else path.read_bytes()\n"
+        "            print('open', end=' ')\n"
+        "        except PermissionError:\n"
+        "            print('closed', end=' ')\n"
+    )
+    options = ["--parent", str(os.getpid()), "--grace", "1"]
+    result = subprocess.run(
+        [python, "-I", "-S", str(script), *options, "--", python, "-I", "-S", "-c", spy],
+        user=60001,
+        group=60001,
+        extra_groups=[],
+        env={"TRL_ATROPOS_TOKEN": "secret"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == ["closed"] * 3 + ["open"] * 3, result.stderr

@@ -1,15 +1,20 @@
-"""The example of docs/agents.md, as it stands there, in a real run."""
+"""Agents in real runs: the example of docs/agents.md, as it stands there, and one that resumes."""
 
+import contextlib
 import json
+import os
+import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.agents.page_example import write_example
 from tests.forge import FORKED_ENGINES
-from tests.house.docs_pages import Page
 from tests.launching import ROOT, Run, make_model
+from trl_atropos.agents.episode_environment import TaskOrder
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]
 STEPS = 3
@@ -17,15 +22,8 @@ BATCH = 8
 
 
 def test_agent_of_the_page_trains(tmp_path):
-    page = Page("docs/agents.md")
-    agent, score = [block.text for block in page.blocks_of("python")]
-    (tasks,) = [block.text for block in page.blocks_of("json")]
-    entry = yaml.safe_load(page.blocks_of("yaml")[0].text)
-    (tmp_path / "my_agent.py").write_text(agent)
-    (tmp_path / "score.py").write_text(score)
-    (tmp_path / "tasks.jsonl").write_text(tasks)
     recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
-    recipe |= entry
+    recipe |= write_example(tmp_path)
     recipe |= {
         "max_steps": STEPS,
         "logging_steps": 1,
@@ -55,6 +53,88 @@ def test_agent_of_the_page_trains(tmp_path):
     assert any("reward/length" in log for log in logs)
     given = int((tmp_path / "run/environments/agent.state").read_text())
     assert given >= STEPS * BATCH // 8
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+with open(os.environ["ASKED"], "a") as asked:
+    asked.write(sys.argv[1] + "\\n")
+body = {"model": "any", "messages": [{"role": "user", "content": sys.argv[1]}], "max_tokens": 8}
+urllib.request.urlopen(
+    urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+)
+"""
+
+
+def test_killed_run_resumes_with_the_next_task(tmp_path):
+    """All processes of the run are killed after its first checkpoint, and nothing of it is left."""
+    tasks = [f"task {number}" for number in range(200)]
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    (tmp_path / "score.py").write_text(
+        "def score(task, folder, output, episode):\n    return 1.0\n"
+    )
+    entry = {
+        "command": ["python", "agent.py", "{task}"],
+        "tasks": "tasks.jsonl",
+        "score": "score.py:score",
+        "group_size": 4,
+        "env": {"ASKED": str(tmp_path / "asked")},
+    }
+    recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
+    recipe |= {
+        "environments": [{"agent": entry}],
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "per_device_train_batch_size": BATCH,
+    }
+    del recipe["evaluations"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    make_model(tmp_path / "model")
+    state = tmp_path / "run/environments/agent.state"
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        env = {"TMPDIR": short} | FORKED_ENGINES
+        path = str(tmp_path / "recipe.yaml")
+        with Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env) as run:
+            wait_for(lambda: (tmp_path / "run/checkpoint-1").exists() or run.child.poll())
+            os.killpg(run.child.pid, signal.SIGKILL)
+            wait_for(lambda: not processes_with(run.marker))
+        given = int(state.read_text())
+        (tmp_path / "asked").unlink()
+        flags = ("--resume_from_checkpoint", "true")
+        with Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env, flags=flags) as run:
+            run.child.wait(400)
+    assert run.exit_code() == 0, run.output[-3000:]
+    order = TaskOrder(tasks, 42, None)  # the run's seed, by default
+    all_tasks = [order.next() for _ in range(int(state.read_text()))]
+    asked = set((tmp_path / "asked").read_text().splitlines())
+    assert given >= 2
+    assert asked
+    assert asked <= set(all_tasks[given:])
+    assert all_tasks[given] in asked
+
+
+def processes_with(marker: str) -> list[int]:
+    """Returns the processes whose variables have the marker of a run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition, seconds: float = 200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def logs_of(folder: Path) -> list[dict[str, float]]:

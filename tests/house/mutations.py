@@ -48,6 +48,37 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS: list[Mutation] = [
+    # --------------------------------------------------------------------------------------- agents
+    Mutation(
+        "trl_atropos/agents/agent_process.py",
+        "    elif not ended_by_itself:",
+        "    elif ended_by_itself:",
+        "tests/agents/test_agent_process.py::test_end_of_agent_is_known",
+    ),
+    Mutation(
+        "trl_atropos/agents/episode_environment.py",
+        "        if number != self._pass:",
+        "        if not self._order:",
+        "tests/agents/test_tasks.py::test_each_pass_has_each_task_in_an_order_of_its_own",
+    ),
+    Mutation(
+        "trl_atropos/agents/function_worker.py",
+        "    if not math.isfinite(result):",
+        "    if math.isinf(result):",
+        "tests/agents/test_function_pool.py::test_mistake_of_score_is_told",
+    ),
+    Mutation(
+        "trl_atropos/environment_kinds.py",
+        "            if name.startswith(OWN_VARIABLES):",
+        "            if name == OWN_VARIABLES:",
+        "tests/agents/test_entries.py::test_mistake_in_entry_is_told",
+    ),
+    Mutation(
+        "trl_atropos/services/guard.py",
+        "    close_to_others()  # its variables",
+        "    pass  # its variables",
+        "tests/agents/test_users.py::test_guard_is_closed_to_its_own_user",
+    ),
     # -------------------------------------------------------------------------------------- batches
     Mutation(
         "trl_atropos/batches/micro_batches.py",

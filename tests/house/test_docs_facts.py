@@ -17,8 +17,10 @@ from packaging.requirements import Requirement
 from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
+from tests.agents.page_example import write_example
 from tests.house.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.environment_kinds import AgentEntry
 from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.metrics.timing import PARTS as TIMES
@@ -45,6 +47,7 @@ OTHER_KEYS |= {
     "fsdp_version",
     "cpu_ram_efficient_loading",
     *EvaluationSpec.model_fields,
+    *AgentEntry.model_fields,
     *VerifiersEntry.model_fields,
 }
 YAML_BLOCKS = [block for name in PAGES for block in Page(name).blocks_of("yaml")]
@@ -118,6 +121,8 @@ def test_yaml_block_is_part_of_recipe(block, tiny_model, tmp_path, monkeypatch):
     if _is_of_another_file(block):
         return
     monkeypatch.chdir(ROOT)
+    if block.place.startswith("docs/agents.md"):
+        write_example(tmp_path)
     text = block.text.replace("my_task/", "recipes/own_environment/")  # of which it is a copy
     (tmp_path / "part.yaml").write_text(text.replace("path/to/venv/bin/python", sys.executable))
     argv = [
@@ -189,6 +194,8 @@ def test_reference_is_current():
 def test_environment_keys_are_explained():
     page = Page("docs/own-environment.md")
     assert {"name", "command", *page.spans} >= set(EnvironmentSpec.model_fields)
+    page = Page("docs/agents.md")
+    assert {*page.spans} >= set(AgentEntry.model_fields)
 
 
 def test_example_trainer_flags_are_in_migration_page():

@@ -43,9 +43,11 @@ MAY_IMPORT = {
     },
     "embedded": {"recipe", "services", "train"},
     "check": {
+        "agents",
         "batches",
         "config",
         "environment_entry",
+        "environment_kinds",
         "recipe",
         "recipe_checks",
         "report",

@@ -22,7 +22,7 @@ FLOODED = "flooded"  # it printed more than it may
 
 @dataclass
 class AgentRun:
-    """What an agent has done, as far as its process shows."""
+    """Describes how an agent ended, and what it printed."""
 
     failure: str | None  # FAILED, TIMEOUT or FLOODED; None: it ended by itself with exit code 0
     exit_code: int  # 128 + n for signal n
@@ -32,7 +32,7 @@ class AgentRun:
 
     @property
     def reason(self) -> str:
-        """What happened, for people, such as `it ended with exit code 1: KeyError: 'task'`."""
+        """Returns how it ended, for people: `it ended with exit code 1: KeyError: 'task'`."""
         if self.failure == TIMEOUT:
             return f"it was ended after {self.seconds:.0f} s (`timeout`)"
         if self.failure == FLOODED:
@@ -45,7 +45,7 @@ class AgentRun:
 
 
 class _Output:
-    """What an agent prints, up to a number of bytes of each stream."""
+    """Keeps what an agent prints, up to a number of bytes of each stream."""
 
     def __init__(self, most: int) -> None:
         self.is_too_much = asyncio.Event()

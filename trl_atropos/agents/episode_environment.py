@@ -35,6 +35,7 @@ from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import EVALUATION_KEY, SessionReply
 from trl_atropos.rollouts.episodes import NO_LOGPROB, session_episode
 from trl_atropos.rollouts.wire_values import MASKED
+from trl_atropos.services.guard import close_to_others
 from trl_atropos.session_client import OpenSession, SessionClient
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Episode:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be in a group."""
+        """Returns whether the episode can be in a group."""
         return self.item is not None and self.result.score is not None
 
     @property
@@ -112,6 +113,11 @@ class EpisodeEnvironment(BaseEnv):
 
     env_config_cls = EpisodeConfig
     entry_class: ClassVar[type[EpisodeEntry]]
+
+    @classmethod
+    def cli(cls) -> None:
+        close_to_others()  # this process has a token, and foreign programs run beside it
+        super().cli()
 
     @classmethod
     def config_init(cls) -> tuple[EpisodeConfig, list[APIServerConfig]]:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from trl_atropos.agents.agent_tasks import lines_of
 from trl_atropos.check.launch import Case, Launch, plan_of, refused
 from trl_atropos.check.scripts import ask_python, mistakes
 from trl_atropos.check.settings import requirements
+from trl_atropos.environment_kinds import FUNCTION, PLACEHOLDER, AgentEntry
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
@@ -247,6 +249,9 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield from _tokenizer(recipe, who, name, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
         yield from _requests(spec)
+    for spec in (*recipe.environments, *recipe.evaluations):
+        if spec.agent is not None:
+            yield from agent_findings(spec, spec.agent)
     yield from _group_sizes(recipe)
     yield from _batch_shares(recipe)
     flags = {}
@@ -468,6 +473,34 @@ def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
         places = [f"{request.text} (line {request.line} of {spec.path})" for request in shown]
         fix = "Leave this out of requests for rollouts that are trained on."
         yield _finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
+
+
+def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding]:
+    """Yields what is wrong with an agent's tasks and its command, which are read and not run.
+    `recipe_checks.py` has looked for the files and functions that the entry names."""
+    for word in agent.command:
+        if word.endswith((".py", ".sh")) and "{" not in word and not os.path.isfile(word):
+            what = "its command names a script that is not there"
+            fix = "Correct it: a path in `command` is seen from the recipe's folder."
+            yield _finding(spec, what, word, fix, "environment-script", WARNING)
+    if not isinstance(agent.tasks, str) or FUNCTION.fullmatch(agent.tasks):
+        return
+    try:
+        tasks = lines_of(Path(agent.tasks))
+    except Finding as error:
+        yield _finding(spec, error.what, error.seen, error.fix, "agent-tasks")
+        return
+    if not tasks:
+        fix = "Write one task a line."
+        yield _finding(spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks")
+        return
+    for word in agent.command:
+        for placeholder in PLACEHOLDER.finditer(word):
+            key = placeholder["key"]
+            if key is not None and not (isinstance(tasks[0], dict) and key in tasks[0]):
+                what = f"its tasks have no entry {key!r}, which its command names"
+                fix = f"Correct `{{task[{key}]}}` in `command`."
+                yield _finding(spec, what, str(tasks[0])[:100], fix, "agent-tasks")
 
 
 def _group_sizes(recipe: Recipe) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 SHM = "/dev/shm"
@@ -54,6 +55,12 @@ def prctl(option: int, value: int) -> None:
     if library.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def close_to_others() -> None:
+    """Closes this process' variables, memory and open files in /proc to all but root. Programs that
+    it starts are open again, once they are executed."""
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def members(guard: int) -> list[int]:
@@ -365,6 +372,7 @@ def main(argv: list[str]) -> int:
         parser.error("the command to guard is missing: put it after `--`")
     split = argv.index("--")
     options = parser.parse_args(argv[:split])
+    close_to_others()  # its variables may hold a token or the URL of a session
     if os.getsid(0) != os.getpid():
         os.setsid()  # the session is what is ended: it must hold the service and nothing else
     if options.report >= 0:
