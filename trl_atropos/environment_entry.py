@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from trl_atropos.environment_kinds import AgentEntry, EpisodeEntry
+from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
 from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE, session_token
@@ -47,6 +48,7 @@ class EnvironmentSpec(BaseModel):
         command: Whole command in place of `path`, with placeholders, as one line or a list of
             words.
         agent: Command of an agent, its tasks and its score, in place of `path` (docs/agents.md).
+        verifiers: Taskset of verifiers, in place of `path` (docs/other-environments.md).
         name: Name of the service and of its log file. Defaults to the script's name, or to the
             name of its folder if the script is called `environment.py`; for an agent, to `agent`.
         env: Variables of its process.
@@ -59,13 +61,15 @@ class EnvironmentSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    KINDS: ClassVar = ("agent",)  # keys below which a kind of this package has its settings
+    # keys below which a kind of this package has its settings
+    KINDS: ClassVar = ("agent", "verifiers")
     SCRIPT_KEYS: ClassVar = ("env", "cwd", "python", "servers")  # not of those kinds
 
     path: NonEmpty | None = None
     config: dict[str, Any] = {}
     command: str | list[str] | None = Field(default=None, min_length=1)
     agent: AgentEntry | None = None
+    verifiers: VerifiersEntry | None = None
     name: str = ""
     env: dict[str, str | int | float] = {}
     cwd: str | None = None

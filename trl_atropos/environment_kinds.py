@@ -150,6 +150,10 @@ class EpisodeEntry(BaseModel):
         if self.python is not None:
             self._require_program(who, "python", self.python)
 
+    def probe(self, who: str) -> None:
+        """Raises `RecipeError` for what only foreign code in its own interpreter can tell. May take
+        seconds: `check` and the start of a run ask once."""
+
     def _require_program(self, who: str, setting: str, program: str) -> None:
         path = self.variables(os.environ).get("PATH", os.defpath)
         if shutil.which(program, path=path) is None:

@@ -226,10 +226,17 @@ def check_best_model(
 # -------------------------------------------------------------------------------------- the machine
 
 
+def _probe_kinds(recipe: "Recipe") -> None:
+    """Raises `RecipeError` if an entry of this package's kinds cannot run in its interpreter."""
+    for spec in (*recipe.environments, *recipe.evaluations):
+        if spec.kind is not None:
+            spec.kind.probe(f"Environment {spec.name!r}")
+
+
 def check_files(recipe: "Recipe") -> "Recipe":
     """Checks on all ranks what a run reads and writes. Returns the recipe with the checkpoint's
     folder as `resume_from_checkpoint`, or with `None`."""
-    from trl_atropos.distributed import together
+    from trl_atropos.distributed import on_main, together
     from trl_atropos.weights import checkpoint as checkpoints
     from trl_atropos.weights import trainable
     from trl_atropos.weights.run_path import starting_checkpoint
@@ -245,6 +252,8 @@ def check_files(recipe: "Recipe") -> "Recipe":
         together(lambda: require_savable_generation(model))
     if model.use_peft and recipe.adapter_way is not None:
         together(lambda: trainable.require_untied(model, training.trust_remote_code))
+    if training.replay_paths is None:
+        on_main(lambda: _probe_kinds(recipe))
     folder = starting_checkpoint(training, training.resume_from_checkpoint)
     if folder is not None:
         together(lambda: checkpoints.require_whole(folder))

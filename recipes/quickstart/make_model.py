@@ -1,7 +1,7 @@
 """Makes the quickstart's model on the spot: a byte-level Qwen3 of 0.3 million parameters with
 random weights.
 
-python recipes/quickstart/make_model.py FOLDER [--seed 42]
+python recipes/quickstart/make_model.py FOLDER [--seed 42] [--max_position_embeddings 1024]
 """
 
 import argparse
@@ -61,6 +61,11 @@ if __name__ == "__main__":
     )
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--max_position_embeddings", type=int, default=1024)
     options = parser.parse_args()
-    make_model(options.folder, options.seed)
+    make_model(
+        options.folder,
+        options.seed,
+        max_position_embeddings=options.max_position_embeddings,
+    )
     print(f"quickstart model: {options.folder}")

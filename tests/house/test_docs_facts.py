@@ -21,6 +21,7 @@ from tests.agents.page_example import write_example
 from tests.house.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.environment_kinds import AgentEntry
+from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.metrics.timing import PARTS as TIMES
 from trl_atropos.recipe import PARTS, EnvironmentSpec, EvaluationSpec, parse
@@ -47,6 +48,7 @@ OTHER_KEYS |= {
     "cpu_ram_efficient_loading",
     *EvaluationSpec.model_fields,
     *AgentEntry.model_fields,
+    *VerifiersEntry.model_fields,
 }
 YAML_BLOCKS = [block for name in PAGES for block in Page(name).blocks_of("yaml")]
 
