@@ -50,18 +50,32 @@ def sharding_arguments(kind: str) -> dict[str, Any]:
     }
 
 
-def launch(kind: str, processes: int, module: str, *arguments: str, timeout: float = 200.0) -> None:
+def launch(
+    kind: str,
+    processes: int,
+    module: str,
+    *arguments: str,
+    timeout: float = 200.0,
+    sp_size: int = 1,
+) -> None:
     """
-    Runs `module.main(*arguments)` in every process. Returns when all have ended well.
+    Runs `module.main(*arguments)` in every process. Returns when all have ended well. `sp_size` of
+    them divide rows, as `accelerate launch` says.
 
     Raises `AssertionError` with what they wrote if one fails, which ends the others, or if they
     take longer than `timeout` seconds.
     """
-    run_ranks(["-m", "tests.sharded", kind, module, *arguments], processes, timeout)
+    divided = {}
+    if sp_size > 1:
+        divided["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        divided["PARALLELISM_CONFIG_SP_SIZE"] = str(sp_size)
+    argv = ["-m", "tests.sharded", kind, module, *arguments]
+    run_ranks(argv, processes, timeout, **divided)
 
 
-def run_ranks(argv: Sequence[str], processes: int, timeout: float) -> None:
-    """Runs `python *argv` as every rank of a group of processes on the CPU, as `launch` says."""
+def run_ranks(argv: Sequence[str], processes: int, timeout: float, **variables: str) -> None:
+    """Runs `python *argv` as every rank of a group of processes on the CPU, as `launch` says.
+    `variables` are added to their environment."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -69,6 +83,7 @@ def run_ranks(argv: Sequence[str], processes: int, timeout: float) -> None:
         "LOCAL_WORLD_SIZE": str(processes),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     what = f"{processes} processes of {' '.join(argv)}"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

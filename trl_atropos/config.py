@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from accelerate import ParallelismConfig
 from transformers.utils import strtobool
 from trl import GRPOConfig
 
@@ -349,6 +350,8 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_choices()
         self._check_least_values()
         self._check_steps()
+        self.sp_size = self._launched_sp_size()  # no setting of a recipe
+        self.require_divisible_rows(self.sp_size, int(os.environ.get("WORLD_SIZE", 1)))
         self._check_numerics()
         self._check_batch()
         self._check_urls()
@@ -371,7 +374,11 @@ class AtroposGRPOConfig(GRPOConfig):
         num_generations_eval = self.num_generations_eval
         self.num_generations = 2
         self.num_generations_eval = 1
+        # TRL counts all processes. Those that divide rows among them train on the same rollouts.
+        if self.generation_batch_size is not None:
+            self.generation_batch_size *= self.sp_size
         super().__post_init__()
+        self.generation_batch_size //= self.sp_size
         self.num_generations = num_generations
         self.num_generations_eval = num_generations_eval
 
@@ -433,6 +440,48 @@ class AtroposGRPOConfig(GRPOConfig):
             )
             raise self._wrong(what, "Leave it at 1.", "sync_every_n_steps", "vllm_mode")
 
+    def _launched_sp_size(self) -> int:
+        """Returns how many processes divide a row among them: `sp_size` of the `parallelism_config`
+        that the run was launched with."""
+        if self.parallelism_config is not None:
+            what = "`parallelism_config` is set, which this trainer takes from the launcher alone"
+            fix = "Leave it out, and launch with `--config_file configs/accelerate/sp2.yaml`."
+            raise self._wrong(what, fix, "parallelism_config")
+        is_launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
+        if not strtobool(is_launched):
+            return 1
+        launched = ParallelismConfig()  # reads the launcher's variables
+        if launched.total_size != launched.sp_size:
+            raise RecipeError(
+                "Of accelerate's `parallelism_config`, this trainer knows `sp_size` alone",
+                f"sizes of {launched.total_size} processes, sp_size: {launched.sp_size}",
+                "Leave the other sizes out: groups of `sp_size` processes are data parallel.",
+            )
+        return launched.sp_size
+
+    def require_divisible_rows(self, sp_size: int, processes: int) -> None:
+        """Raises `RecipeError` if rows of this run cannot be divided among `sp_size` of its
+        `processes`."""
+        if sp_size == 1:
+            return
+        seen = f"sp_size: {sp_size}"
+        if processes % sp_size:
+            what = f"`sp_size` is {sp_size}, into which {processes} processes cannot be grouped"
+            fix = f"Launch with `--num_processes` {sp_size}, or a multiple of it."
+            raise RecipeError(what, f"{seen}, {processes} processes", fix)
+        shares_memory = self.mode.shares_memory and self.replay_paths is None
+        refusals = [
+            ("padding_free", not self.padding_free, "it divides packed rows"),
+            ("numerics", self.numerics == "bitwise", "the server computes whole rows"),
+            ("vllm_mode", shares_memory, "each process would train a server's memory of its own"),
+        ]
+        for name, is_refused, reason in refusals:
+            if is_refused:
+                setting = f"{name}: {str(getattr(self, name)).lower()}"
+                what = f"`{setting}` is not available with `sp_size` {sp_size}: {reason}"
+                fix = f"Set another `{name}`, or launch without `sp_size`."
+                raise RecipeError(what, f"{seen}, {setting}", fix)
+
     def _check_numerics(self) -> None:
         if self.numerics == "float16":
             if self.mode.shares_memory:
@@ -455,12 +504,15 @@ class AtroposGRPOConfig(GRPOConfig):
             self.share_prompts = False
 
     def _check_batch(self) -> None:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
+        shares = int(os.environ.get("WORLD_SIZE", 1)) // self.sp_size
         steps = self.steps_per_generation or self.gradient_accumulation_steps
-        size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
+        size = self.generation_batch_size or self.per_device_train_batch_size * shares * steps
         if size % 2:
+            sharers = "processes"
+            if self.sp_size > 1:
+                sharers = f"groups of {self.sp_size} processes"
             product = (
-                f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps "
+                f"{self.per_device_train_batch_size} x {shares} {sharers} x {steps} steps "
                 "per generation"
             )
             what = (

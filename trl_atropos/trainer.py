@@ -74,6 +74,8 @@ from trl_atropos.training.computation import (
     Computation,
     deepspeed_looked_up_once,
     explained_out_of_memory,
+    gathered_once,
+    parallelism_concealed,
 )
 from trl_atropos.training.evaluation import EvaluationCallback
 from trl_atropos.training.supply import BatchSupply, source_of, state_callback
@@ -164,7 +166,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         no_dataset = Dataset.from_dict({"prompt": [""]})
         name = model if isinstance(model, str) else type(model).__name__
         try:
-            with activity(f"Loading the model {name}"):
+            with activity(f"Loading the model {name}"), parallelism_concealed():
                 super().__init__(
                     self.policy_publisher.load(model, args, peft_config),
                     reward_funcs=[atropos_score],
@@ -341,10 +343,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # TRL sends weights to vLLM itself, unless this is the step of which it sent them last. The
         # publisher has sent them.
         self._last_loaded_step = self.state.global_step
-        with self._settings_of_batch():
+        with self._settings_of_batch(), self._gathered_once():
             prompts = batch.prompts(self.processing_class)
             output = super()._generate_and_score_completions(prompts)
         self.computation.restore_checkpointing()
+        output["num_items_in_batch"] *= self.args.sp_size  # TRL's loss divides by all processes
         output |= batch.loss_inputs(output)
         self._measure_batch()
         if "old_per_token_logps" in output:
@@ -435,7 +438,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _compare_with_sampler(self, scores: Batch) -> None:
         """Compares the policy's log-probabilities, `old_per_token_logps` of `scores`, with the
         sampler's."""
-        self._monitor.compare_with_sampler(self._batch, scores, self._scores_first, self.use_vllm)
+        with self._gathered_once():
+            self._monitor.compare_with_sampler(
+                self._batch, scores, self._scores_first, self.use_vllm
+            )
+
+    def _gathered_once(self) -> AbstractContextManager[None]:
+        """Has what is gathered within take each rollout once."""
+        return gathered_once(self.accelerator, self.args.sp_size)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """Returns what a training step trains on. For a new generation batch, TRL draws what each
@@ -530,6 +540,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         with (
             self._batch.computing_loss_of(micro_batch),
             self.computation.saving_memory(micro_batch),
+            self._gathered_once(),
         ):
             loss = super().compute_loss(model, micro_batch)
         self._token_means.take(micro_batch)

@@ -20,6 +20,7 @@ def settings(**fields: Any) -> SimpleNamespace:
         "num_iterations": 1,
         "gradient_accumulation_steps": 1,
         "generation_batch_size": 8,
+        "sp_size": 1,
         "scale_rewards": "group",
         "distillation_coef": 0.0,
         "vllm_importance_sampling_mode": "token_truncate",

@@ -95,10 +95,10 @@ class Desk:
         (self.folder / "overlay.yaml").write_text(text)
         return [*self.recipe(), "--overlay", "overlay.yaml"]
 
-    def launched(self, text: str) -> list[str]:
-        """Writes a good recipe, and this text as the file of accelerate."""
+    def launched(self, text: str, **settings: Any) -> list[str]:
+        """Writes a recipe, and this text as the file of accelerate."""
         (self.folder / "launch.yaml").write_text(text)
-        return self.recipe(options=("--config_file", "launch.yaml"))
+        return self.recipe(options=("--config_file", "launch.yaml"), **settings)
 
     def evaluated(self, *entries: dict[str, Any], **settings: Any) -> list[str]:
         """Writes a recipe with evaluations, of which the first is called `task`."""

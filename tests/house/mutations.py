@@ -36,6 +36,12 @@ PYTEST = Forge(
 )
 
 
+# of several mutations, the test
+DIVIDED = (
+    "tests/trainer/test_sequence_parallel.py::test_rows_of_two_processes_give_gradients_of_one"
+)
+
+
 class Mutation(NamedTuple):
     file: str
     old: str  # stands exactly once in the file
@@ -175,6 +181,48 @@ MUTATIONS: list[Mutation] = [
         "filling_position % padded_size",
         "filling_position",
         "tests/batches/test_packing.py::test_row_holds_tokens_once_and_returns_scores",
+    ),
+    Mutation(
+        "trl_atropos/batches/sequence_parallel.py",
+        "return own_gradient * ctx.group.size, None",
+        "return own_gradient, None",
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/batches/sequence_parallel.py",
+        "shift_labels=self.own(next_labels)",
+        "shift_labels=self.own(labels)",
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/batches/packed_attention.py",
+        'inputs["position_ids"] = self.sequence_group.own(positions)',
+        'inputs["position_ids"] = self.sequence_group.own(positions) * 0',
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/batches/packed_attention.py",
+        "module = RankHeads(query.size(1) // key.size(1))",
+        "pass",
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/batches/generation_batch.py",
+        'order = group.of_first(drawn["row_index"])',
+        'order = drawn["row_index"]',
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/training/computation.py",
+        "by_rank[::sp_size].flatten(0, 1)",
+        "by_rank.flatten(0, 1)",
+        DIVIDED,
+    ),
+    Mutation(
+        "trl_atropos/trainer.py",
+        'output["num_items_in_batch"] *= self.args.sp_size',
+        "pass",
+        DIVIDED,
     ),
     Mutation(
         "trl_atropos/batches/sharing.py",

@@ -104,6 +104,7 @@ warned = partial(Mistake, is_refused=False, level=WARNING)  # a run goes on with
 SLEEP = {"vllm_mode": "server", "vllm_enable_sleep_mode": True}
 GPU = {"use_cpu": False, "vllm_mode": "server"}
 DDP = ("--num_processes", "4", "--devices", "2")
+DIVIDED = "parallelism_config: {{parallelism_config_sp_size: {}}}\nnum_processes: {}\n"
 QUANTISED = {
     "quant_method": "awq",
     "bits": 4,
@@ -1034,6 +1035,31 @@ MISTAKES = {
         lambda desk: desk.launched("num_processes: auto\n"),
         "`--config_file` cannot be read as accelerate's YAML",
         "launch.yaml: …'auto'",
+        "Name the file that `accelerate launch` gets",
+        "launch-file",
+    ),
+    "processes that cannot be grouped to divide rows": checked(
+        lambda desk: desk.launched(DIVIDED.format(2, 3), vllm_mode="server"),
+        "`sp_size` is 2, into which 3 processes cannot be grouped",
+        "sp_size: 2, 3 processes",
+        "Launch with `--num_processes` 2, or a multiple of it.",
+    ),
+    "padded rollouts for processes that divide rows": checked(
+        lambda desk: desk.launched(DIVIDED.format(2, 2), vllm_mode="server", padding_free=False),
+        "`padding_free: false` is not available with `sp_size` 2: it divides packed rows",
+        "sp_size: 2, padding_free: false",
+        "Set another `padding_free`, or launch without `sp_size`.",
+    ),
+    "attention heads that processes cannot share": checked(
+        lambda desk: desk.launched(DIVIDED.format(3, 3), vllm_mode="server"),
+        "attention heads of the model cannot be shared out to 3 processes",
+        "sp_size: 3, num_attention_heads: 2",
+        "Launch with…`sp_size`",
+    ),
+    "a word for the processes that divide rows": checked(
+        lambda desk: desk.launched(DIVIDED.format("two", 2)),
+        "`--config_file` cannot be read as accelerate's YAML",
+        "launch.yaml: …'two'",
         "Name the file that `accelerate launch` gets",
         "launch-file",
     ),

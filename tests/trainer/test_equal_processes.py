@@ -63,9 +63,12 @@ RUNS |= {
 }
 OURS = [name for name, (_, layout) in RUNS.items() if layout != "padded"]  # that is TRL's own
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
+# Sharding, processes, and how many of these divide a row.
 # Two processes of DDP: `test_two_processes.py`. Four take minutes.
-COVERING = [("zero3", 2), ("fsdp2", 2)]
-CASES = [(kind, processes) for kind in KINDS for processes in (2, 4)] if FULL else COVERING
+COVERING = [("zero3", 2, 1), ("fsdp2", 2, 1)]
+ALL = [(kind, processes, 1) for kind in KINDS for processes in (2, 4)]
+ALL += [("ddp", 4, 2), ("zero2", 2, 2), ("zero3", 2, 2), ("zero3", 4, 2), ("fsdp2", 2, 2)]
+CASES = ALL if FULL else COVERING
 COMPARED = ("loss", "grad_norm", "reward", "distillation/kl")
 TOLERANCE = 1e-4  # of a loss, and as a share of a gradient norm
 
@@ -74,15 +77,15 @@ def steps(
     model: str,
     folder: Path,
     recording: str,
-    processes: int,
+    shares: int,
     padded: bool = False,
     trainer_class: type[AtroposGRPOTrainer] = AtroposGRPOTrainer,
     config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """What was logged at each step of a run. `padded` as TRL does; `settings` may be any of the
-    configuration."""
-    rows = ROWS // processes // settings.get("gradient_accumulation_steps", 1)
+    """What was logged at each step of a run, whose batches are divided into `shares`. `padded` as
+    TRL does; `settings` may be any of the configuration."""
+    rows = ROWS // shares // settings.get("gradient_accumulation_steps", 1)
     usual = {
         "max_steps": STEPS,
         "per_device_train_batch_size": rows,
@@ -92,7 +95,7 @@ def steps(
     if padded:
         trainer_class = PaddedTrainer
     trainer = trainer_class(model, args=config_class(**arguments(folder, **usual | settings)))
-    assert trainer.accelerator.num_processes == processes
+    assert trainer._batch.num_shares == shares
     trainer.train()
     return [{name: log[name] for name in COMPARED if name in log} for log in step_logs(trainer)]
 
@@ -108,7 +111,7 @@ def recording_of(name: str, folder: Path) -> str:
     return str(folder / ("branches.jsonl" if policy in BRANCHES else "rollouts.jsonl"))
 
 
-def main(kind: str, processes: str, model: str, folder: str) -> None:
+def main(kind: str, shares: str, model: str, folder: str) -> None:
     told = {}
     for name in OURS:
         settings = settings_of(name) | sharding_arguments(kind)
@@ -116,7 +119,7 @@ def main(kind: str, processes: str, model: str, folder: str) -> None:
             model,
             Path(folder, kind, name),
             recording_of(name, Path(folder)),
-            int(processes),
+            int(shares),
             **settings,
         )
         forget_sharding()
@@ -195,11 +198,12 @@ def test_one_process_takes_same_steps_in_all_layouts(tiny_model, recordings, exp
     compare(told, expected)
 
 
-@pytest.mark.parametrize(("kind", "processes"), CASES)
+@pytest.mark.parametrize(("kind", "processes", "sp_size"), CASES)
 def test_several_processes_take_steps_of_one(
-    kind, processes, tiny_model, recordings, expected, tmp_path
+    kind, processes, sp_size, tiny_model, recordings, expected, tmp_path
 ):
     shutil.copytree(recordings, tmp_path, dirs_exist_ok=True)
     module, where = "tests.trainer.test_equal_processes", (str(tiny_model), str(tmp_path))
-    launch(kind, processes, module, kind, str(processes), *where, timeout=300)
+    shares = str(processes // sp_size)
+    launch(kind, processes, module, kind, shares, *where, timeout=300, sp_size=sp_size)
     compare(json.loads((tmp_path / "told.json").read_text()), expected)

@@ -18,6 +18,8 @@ GATHER = ("weights/gather.py",)
 CHANNEL = ("tensors/channel.py",)
 MEMORY = ("check/memory.py",)
 BATCH = ("batches/generation_batch.py",)
+SLICES = ("batches/sequence_parallel.py",)
+COMPUTATION = ("training/computation.py",)
 
 # In the order of `AtroposGRPOTrainer`.
 OVERRIDDEN = [
@@ -69,6 +71,8 @@ TRL = [
     Names("trl.trainer.utils:", ("create_model_from_path(model_id)",), ("weights/colocate.py",)),
     Names("trl.trainer.utils:", ("nanstd(tensor, dim, keepdim)",), ("rollouts/rollout.py",)),
     Names("trl.trainer.utils:", ("add_fused_lm_head",), ("batches/numerics.py",)),
+    Names("trl.trainer.utils:FusedCausalLMOutput", ("log_probs", "entropy"), SLICES),
+    Names("trl.trainer.grpo_trainer:", ("gather(tensor)", "gather_object(object)"), COMPUTATION),
     # `check/memory.py` has its size in `TILE`
     Names("trl.kernels.chunked_logprob:", ("TOKEN_CHUNK_SIZE",), ()),
 ]
@@ -135,7 +139,8 @@ HUGGING_FACE = [
         ("training_bar", "current_step"),
         ("report/progress.py",),
     ),
-    Names("accelerate.utils.other:", ("is_deepspeed_available",), ("training/computation.py",)),
+    Names("accelerate.utils.other:", ("is_deepspeed_available",), COMPUTATION),
+    Names("accelerate.accelerator:", ("gather(tensor)",), COMPUTATION),
     Names("accelerate.state:GradientState", ("_set_sync_gradients(sync_gradients)",), MASTERS),
     Names(
         "accelerate.optimizer:AcceleratedOptimizer",

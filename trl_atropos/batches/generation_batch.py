@@ -39,6 +39,7 @@ from trl_atropos.batches.micro_batches import (
 )
 from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.batches.packing import Layout
+from trl_atropos.batches.sequence_parallel import SequenceGroup
 from trl_atropos.batches.sharing import BatchTokens, RolloutTokens
 from trl_atropos.batches.truncation import completion_metrics, uncut_mask
 from trl_atropos.rollouts.rollout import Rollout
@@ -94,10 +95,15 @@ class GenerationBatch:
     # ------------------------------------------------------------------------------------- rollouts
 
     @property
+    def num_shares(self) -> int:
+        """Shares of the rollouts. Ranks that divide rows among them have the same share."""
+        return self._accelerator.num_processes // self._args.sp_size
+
+    @property
     def own_slice(self) -> slice:
         """Place of this rank's share in `rollouts`."""
-        size = len(self.rollouts) // self._accelerator.num_processes
-        begin = self._accelerator.process_index * size
+        size = len(self.rollouts) // self.num_shares
+        begin = self._accelerator.process_index // self._args.sp_size * size
         return slice(begin, begin + size)
 
     @property
@@ -134,7 +140,7 @@ class GenerationBatch:
         tokens = BatchTokens(self.rollouts, shares)
         self.plan = plan(
             tokens.lengths,
-            self._accelerator.num_processes,
+            self.num_shares,
             args.steps_per_generation,
             together=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
             max_tokens=max_tokens,
@@ -208,6 +214,8 @@ class GenerationBatch:
         name `micro_batches`. `batches` are those that TRL has drawn, which have all of this rank's
         rollouts."""
         if self.plan is None:
+            if self._packs is not None and self._packs.sequence_group is not None:
+                batches = _drawn_by_first(batches, self._packs.sequence_group)
             return [self._drawn(batch) for batch in batches]
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
@@ -361,6 +369,16 @@ class GenerationBatch:
             self._args.steps_per_generation,
             training_steps,
         )
+
+
+def _drawn_by_first(batches: list[Batch], group: SequenceGroup) -> list[Batch]:
+    """Returns the batches that the first rank of the group has drawn. TRL draws on each rank by
+    itself, but ranks that divide rows among them must have the same rollouts in each."""
+    drawn = join(batches)
+    arrived = take(drawn, drawn["row_index"].argsort())
+    order = group.of_first(drawn["row_index"])
+    sizes = [len(batch["row_index"]) for batch in batches]
+    return [take(arrived, numbers) for numbers in order.split(sizes)]
 
 
 def computed_tokens(micro_batch: Batch) -> int:

@@ -226,25 +226,35 @@ def distillation_loss(
     """
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     rows = tokens.flatten()[layout.tokens]  # (R, T)
+    predicts = layout.predicts  # (N,)
+    completion_places = layout.columns  # (N,)
+    group = layout.sequence_group
+    if group is not None:  # this rank computes a slice of the row, and what is predicted in it
+        rows = group.own(rows)
+        is_own = predicts // rows.size(1) == group.index
+        predicts = predicts[is_own] % rows.size(1)
+        completion_places = completion_places[is_own]
     width = rows.size(1)
     # The logits of only those columns are made in which any row has something to predict. Two rows
     # of 4 tokens that predict at 1, 2 and 5 have `columns` 1, 2 and the `number`s 0, 1, 0.
-    column = layout.predicts % width
+    column = predicts % width
     columns, number = column.unique(return_inverse=True)
-    row = layout.predicts // width
+    row = predicts // width
     with accelerator.autocast():
         output = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False)
 
     # Without any of the teacher's tokens, both sides have the same distribution, and no divergence.
     is_distilled = distilled_tokens(inputs)[..., None]
     ids = inputs["distill_ids"].where(is_distilled, -1)
-    ids = ids.flatten(0, 1)[layout.columns]  # (N, k)
-    logprobs = inputs["distill_logprobs"].flatten(0, 1)[layout.columns]
+    ids = ids.flatten(0, 1)[completion_places]  # (N, k)
+    logprobs = inputs["distill_logprobs"].flatten(0, 1)[completion_places]
     # Of the logits, (R, len(columns), V), only those of the teacher's tokens. One place may predict
     # a token of several rollouts that share what is before it.
     student = output.logits[row[:, None], number[:, None], ids.clamp(min=0)]
     divergences = top_k_divergence(student, ids, logprobs)
     total = divergences.sum()
+    if group is not None:
+        total = group.joined(total[None, None]).sum()
     per_micro_batch = inputs["num_distilled_tokens"].clamp(min=1) / micro_batches
     divergence = accelerator.reduce(total.detach()) / per_micro_batch
     per_step = per_micro_batch * of_step

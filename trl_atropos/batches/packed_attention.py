@@ -11,6 +11,7 @@ the keys and values of each of these paths begin with copies of that.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
@@ -24,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
 
 # `attn_implementation` of a packed model. It computes any other input as `sdpa` does.
 ATTENTION = "sdpa_packed"
@@ -49,6 +52,8 @@ class RowFormat(NamedTuple):
     dtype: torch.dtype
     multiple: int = 1  # of the row's length
     shares: bool = False  # prompts among rollouts
+    # ranks that divide the row; None = this one has all of it
+    sequence_group: SequenceGroup | None = None
 
     @classmethod
     def of(
@@ -57,9 +62,13 @@ class RowFormat(NamedTuple):
         device: torch.device,
         autocast: torch.dtype | None,
         multiple: int,
+        sequence_group: SequenceGroup | None = None,
     ) -> "RowFormat":
         dtype = autocast or next(model.parameters()).dtype
-        return cls(model.config._attn_implementation, device, dtype, multiple)
+        if sequence_group is not None:
+            multiple = math.lcm(multiple, sequence_group.size)
+        attention = model.config._attn_implementation
+        return cls(attention, device, dtype, multiple, sequence_group=sequence_group)
 
     def inputs(
         self,
@@ -86,6 +95,9 @@ class RowFormat(NamedTuple):
             keys: places of all parts' keys in the row; none if no prompt is shared.
         """
         inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
+        if self.sequence_group is not None:
+            inputs["position_ids"] = self.sequence_group.own(positions)
+            inputs["sequence_group"] = self.sequence_group
         if keys is not None and len(keys):
             inputs["rollout_keys"] = keys
         counts = np.stack([lengths, lengths + shared_lengths])  # (2, parts): of queries, of keys
@@ -142,7 +154,7 @@ def use_own_attention(model: PreTrainedModel) -> None:
 
 
 def attend(
-    module: torch.nn.Module,
+    module: torch.nn.Module | RankHeads,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,6 +162,7 @@ def attend(
     rollout_keys: Tensor | None = None,
     rollout_lengths: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    sequence_group: SequenceGroup | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -165,6 +178,8 @@ def attend(
             computes part by part.
         cu_seq_lens_q: (parts + 1,), borders of the queries. Then one kernel computes all parts. It
             finds `cu_seq_lens_k`, `max_length_q` and `max_length_k` among the options.
+        sequence_group: ranks that divide the row. Then T is the length of this rank's slice, and
+            all lengths, borders and places are those of the whole row.
 
     Returns:
         (1, T, heads, head_dim), and no weights.
@@ -176,6 +191,9 @@ def attend(
             raise NotImplementedError(
                 f"its attention takes `{name}`, which packed rollouts do not have"
             )
+    if sequence_group is not None:
+        query, key, value = sequence_group.by_heads(query, key, value)
+        module = RankHeads(query.size(1) // key.size(1))
     if rollout_lengths is not None:
         if rollout_keys is not None:
             key = _tokens_second(_Copied.apply(_tokens_first(key), rollout_keys))
@@ -185,6 +203,8 @@ def attend(
         attended = _attend_at_once(
             query, key, value, rollout_keys, cu_seq_lens_q=cu_seq_lens_q, **options
         )
+    if sequence_group is not None:
+        attended = sequence_group.by_tokens(attended)
     return attended, None
 
 
@@ -244,7 +264,7 @@ class _CopiesForgotten(torch.autograd.graph.saved_tensors_hooks):
 
 @torch.compiler.disable
 def _attend_part_by_part(
-    module: torch.nn.Module,
+    module: torch.nn.Module | RankHeads,
     query: Tensor,
     key: Tensor,
     value: Tensor,

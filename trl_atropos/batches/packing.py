@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trl_atropos.batches.micro_batches import Scores, join_scores
 from trl_atropos.batches.packed_attention import RowFormat
+from trl_atropos.batches.sequence_parallel import SequenceGroup
 from trl_atropos.batches.sharing import Path, RolloutTokens, Sharing, share
 
 
@@ -54,6 +55,8 @@ class Layout(NamedTuple):
     predicts: Tensor
     columns: Tensor  # (N,), into the flattened (B, C)
     inputs: dict[str, Any]  # what the model gets beside the rows
+    # ranks that divide the row; None = this one has all of it
+    sequence_group: SequenceGroup | None = None
 
     @classmethod
     def of(
@@ -108,7 +111,8 @@ class Layout(NamedTuple):
         tensors = _copied_at_once(arrays, row_format.device)
         tokens, is_scored, position, predicts, columns, keys = tensors
         inputs = row_format.inputs(position[None], lengths, shared_lengths, keys)
-        return cls(tokens[None], is_scored[None], predicts, columns, inputs)
+        group = row_format.sequence_group
+        return cls(tokens[None], is_scored[None], predicts, columns, inputs, group)
 
     @classmethod
     def padded(
@@ -302,6 +306,9 @@ def score_packed(
 
     def laid_out_model(input_ids, attention_mask, **options):
         """Stands in for the model. `layout.inputs` take the place of TRL's mask."""
+        group = layout.sequence_group
+        if group is not None:
+            return group.score(model, input_ids, **layout.inputs, **options)
         return model(input_ids=input_ids, **layout.inputs, **options)
 
     def in_columns(scores: Tensor) -> Tensor:

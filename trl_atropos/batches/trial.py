@@ -328,7 +328,12 @@ def _packed_logprobs(
     layout = Layout.of(tokens, prompt, max(completions), row_format)
     padded = torch.nn.utils.rnn.pad_sequence(list(rollouts), batch_first=True)
     row = padded.flatten()[layout.tokens]  # (1, T)
-    logits = _logits(model, input_ids=row, **layout.inputs)
+    group = layout.sequence_group
+    if group is None:
+        logits = _logits(model, input_ids=row, **layout.inputs)
+    else:
+        own_logits = _logits(model, input_ids=group.own(row), **layout.inputs)
+        logits = group.joined(own_logits[None])[0]
     logprobs = _logprobs(logits, row[0], layout.predicts + 1)  # (N, 2)
     in_batch_order = logprobs[layout.columns.argsort()]
     return in_batch_order.split(completions)

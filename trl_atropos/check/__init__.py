@@ -184,6 +184,7 @@ def _examine_recipe(
         findings += refused(lambda: check_reports(recipe.training))
         findings += services(recipe, launch)
         findings += layout(recipe, launch)
+        findings += refused(lambda: _require_divisible_rows(recipe, launch))
     with activity("Checking the environments"):
         findings += environments(recipe)
     findings += dead(recipe, stated)
@@ -205,6 +206,12 @@ def _examine_recipe(
         return findings, {"table": [what]}
 
 
+def _require_divisible_rows(recipe: "Recipe", launch: "Launch") -> None:
+    """Raises `RecipeError`, as the run does, if processes cannot divide rows (`sp_size`)."""
+    processes = launch.processes or launch.sp_size
+    recipe.training.require_divisible_rows(launch.sp_size, processes)
+
+
 def _examine_files(recipe: "Recipe") -> list[Finding]:
     """Returns the findings about files. Leaves no output folder behind, which the checks make."""
     from trl_atropos.check.launch import refused
@@ -220,8 +227,9 @@ def _examine_files(recipe: "Recipe") -> list[Finding]:
 
 def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding]) -> dict[str, Any]:
     """Adds the findings about lengths, disk and memory. Returns `Report.memory`."""
+    from trl_atropos.batches.sequence_parallel import require_shared_heads
     from trl_atropos.check import fit, sessions
-    from trl_atropos.check.launch import Plan, case_of, plan_of
+    from trl_atropos.check.launch import Plan, case_of, plan_of, refused
     from trl_atropos.check.memory import disk
     from trl_atropos.check.services import lengths
 
@@ -229,6 +237,7 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
     case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
     findings += lengths(recipe, case)
     findings += sessions.findings(recipe, case)
+    findings += refused(lambda: require_shared_heads(case.config, launch.sp_size))
     findings += disk(case, launch.elsewhere)
     if plan is None:
         what = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."

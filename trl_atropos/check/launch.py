@@ -65,6 +65,8 @@ class Launch:
             content = dict(read_yaml(self.config_file) or {})
             for name in ("num_processes", "num_machines"):
                 content[name] = int(content.get(name) or 0)
+            parallelism = dict(content.get("parallelism_config") or {})
+            content["sp_size"] = int(parallelism.get("parallelism_config_sp_size") or 1)
         except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
             what = "`--config_file` cannot be read as accelerate's YAML"
             seen = f"{self.config_file}: {' '.join(str(error).split())}"
@@ -80,6 +82,19 @@ class Launch:
             return stated
         world = int(os.environ.get("WORLD_SIZE", 1))
         return world if world > 1 else None
+
+    @property
+    def sp_size(self) -> int:
+        """Processes that divide rows among them."""
+        return self.content.get("sp_size", 1)
+
+    @property
+    def shares(self) -> int | None:
+        """Shares of a generation batch, or `None` if nothing says how many. Processes that divide
+        rows have one share."""
+        if self.processes is None:
+            return None
+        return self.processes // self.sp_size
 
     @property
     def machines(self) -> int:

@@ -40,7 +40,7 @@ def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
     true = {name for name, value in stated.items() if str(value).lower() == "true"}
     if launch.elsewhere and "use_cpu" not in true:
         for_gpus = true & {"bf16", "fp16", "tf32"}
-    words = [*argv, *_for_processes(stated, launch.processes)]
+    words = [*argv, *_for_processes(stated, launch.shares)]
     for name in for_gpus:
         words += [f"--{name}", "false"]
     try:
@@ -59,16 +59,16 @@ def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
     return recipe.with_training(**dict.fromkeys(for_gpus, True))
 
 
-def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
+def _for_processes(stated: dict[str, Any], shares: int | None) -> list[str]:
     """Returns the flag by which this process stands for all of them: its generation batch is
     gathered over as many more steps. Four processes of 2 steps become 8 steps of one."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if processes is None or processes <= world or "generation_batch_size" in stated:
+    if shares is None or shares <= world or "generation_batch_size" in stated:
         return []
     steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
     if not str(steps).isdigit():  # `parse` says it
         return []
-    steps_of_all = int(steps) * processes
+    steps_of_all = int(steps) * shares
     return ["--steps_per_generation", str(steps_of_all)]
 
 
@@ -127,9 +127,9 @@ def saves(recipe: Recipe, launch: Launch, stated: dict[str, Any]) -> Iterator[Fi
     if training.save_strategy != "steps":
         return
     steps = training.steps_per_generation
-    if _for_processes(stated, launch.processes):
+    if _for_processes(stated, launch.shares):
         # This process stands for all of them, and has the steps of all.
-        steps //= launch.processes
+        steps //= launch.shares
     between = steps_between(steps, training.num_iterations, training.gradient_accumulation_steps)
     every = training.save_steps
     if every < 1:

@@ -6,21 +6,27 @@ which finds out whether rollouts may share a row (`batches/trial.py`) and sets `
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
+import accelerate.accelerator as accelerate_gathers
 import torch
+from accelerate import Accelerator
 from accelerate.utils import other as accelerate_models
 from peft import PeftModel
 from torch import Tensor
 from torch.nn import Module
+from trl.trainer import grpo_trainer
 
 from trl_atropos.batches import numerics, packed_attention, trial
 from trl_atropos.batches.generation_batch import computed_tokens
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
+from trl_atropos.batches.sequence_parallel import SequenceGroup
 from trl_atropos.errors import RecipeError
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model, local_parts, unwrap
@@ -36,6 +42,8 @@ from trl_atropos.weights.model_setup import (
 logger = logging.getLogger(__name__)
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# `accelerate launch` sets it to "true" if its configuration has a `parallelism_config`.
+PARALLELISM_LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 OUT_OF_MEMORY = (
     "Give the trainer less to keep at a time (`max_tokens_per_micro_batch: 4096`, "
     "`gradient_checkpointing: true`) or a server on its GPU less memory "
@@ -61,6 +69,9 @@ class Computation:
         self.packs: RowFormat | None = None
         self.compiles = False
         self._has_saved_memory = False  # in any micro-batch so far
+        self._sequence_group: SequenceGroup | None = None
+        if trainer.args.sp_size > 1:
+            self._sequence_group = SequenceGroup(trainer.args.sp_size, trainer.args.ddp_timeout)
         policy = trainer.model
         accelerator = trainer.accelerator
         has_adapters = isinstance(policy, PeftModel)
@@ -132,6 +143,7 @@ class Computation:
             trainer.accelerator.device,
             self._autocast_dtype(),
             trainer.pad_to_multiple_of or 1,
+            self._sequence_group,
         )
         if trainer.aux_loss_enabled:
             why_padded = "it has a load-balancing loss"
@@ -193,13 +205,21 @@ class Computation:
         return parts
 
     def _pad_or_refuse(self, why_padded: str) -> None:
-        """Warns that rollouts are padded. Raises `RecipeError` if `numerics` does not allow it."""
+        """Warns that rollouts are padded. Raises `RecipeError` if `numerics` or `sp_size` does not
+        allow it."""
         if self._trainer.args.numerics == "bitwise":
             what = (
                 "`numerics: bitwise` needs rollouts in one row, and this model has them padded: "
                 f"{why_padded}"
             )
             raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
+        if self._sequence_group is not None:
+            what = (
+                "`sp_size` divides packed rows among processes, and this model has its rollouts "
+                f"padded: {why_padded}"
+            )
+            fix = "Launch without `sp_size`, such as with configs/accelerate/ddp.yaml."
+            raise RecipeError(what, f"sp_size: {self._sequence_group.size}", fix)
         if self._trainer.accelerator.is_main_process:
             logger.warning(
                 "Rollouts are padded, not packed (`padding_free`), because of this model: %s.",
@@ -256,3 +276,56 @@ def explained_out_of_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         error.add_note(OUT_OF_MEMORY)
         raise
+
+
+@contextmanager
+def parallelism_concealed() -> Iterator[None]:
+    """Conceals `sp_size` from accelerate, which would have DeepSpeed divide the rows of a data
+    loader (`batches/sequence_parallel.py` says why that does not fit)."""
+    launched = os.environ.pop(PARALLELISM_LAUNCHED, None)
+    try:
+        yield
+    finally:
+        if launched is not None:
+            os.environ[PARALLELISM_LAUNCHED] = launched
+
+
+@contextmanager
+def gathered_once(accelerator: Accelerator, sp_size: int) -> Iterator[None]:
+    """
+    Has accelerate's and TRL's gathers take each rollout once within.
+
+    The `sp_size` ranks that divide rows among them have the same rollouts. So of these ranks, a
+    gather takes what the first one has.
+    """
+    if sp_size == 1:
+        yield
+        return
+    gather_all = accelerate_gathers.gather
+    gather_objects = grpo_trainer.gather_object
+
+    def gather(values: Tensor) -> Tensor:
+        by_rank = gather_all(values).unflatten(0, (accelerator.num_processes, -1))
+        return by_rank[::sp_size].flatten(0, 1)
+
+    def gather_object(values: list[Any]) -> list[Any]:
+        is_first = accelerator.process_index % sp_size == 0
+        return gather_objects(values if is_first else [])
+
+    with (
+        _replaced(accelerate_gathers, "gather", gather),
+        _replaced(grpo_trainer, "gather", gather),
+        _replaced(grpo_trainer, "gather_object", gather_object),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Has a function stand in the place of a module's within."""
+    usual = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, usual)

@@ -6,6 +6,7 @@ from typing import Any
 from peft import PeftConfig, PeftModel
 
 from trl_atropos.batches import trial
+from trl_atropos.batches.sequence_parallel import require_shared_heads
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError
 from trl_atropos.modes import AdapterWay
@@ -90,6 +91,7 @@ def require_trainable_model(trainer: Any) -> None:
             "micro-batch: set `router_aux_loss_coef: 0`, or leave "
             "`max_tokens_per_micro_batch` out."
         )
+    require_shared_heads(base_model(model).config, trainer.args.sp_size)
     _require_short_rollouts(trainer)
 
 
