@@ -649,7 +649,7 @@ MUTATIONS: list[Mutation] = [
         "trl_atropos/metrics/monitor.py",
         "[sum(self._metrics[name], start=value)]",
         "[*self._metrics[name], value]",
-        "tests/metrics/test_monitor.py::test_counts_of_sessions_are_added_up_within_a_logging_window",
+        "tests/metrics/test_monitor.py::test_counts_are_added_up_within_a_logging_window",
     ),
     Mutation(
         "trl_atropos/server/compat.py",

@@ -27,8 +27,7 @@ from trl_atropos.metrics.health import (
     share_dropped,
     trl_metrics,
 )
-from trl_atropos.protocol import SESSION_METRICS
-from trl_atropos.rollouts.reward_parts import part_means
+from trl_atropos.rollouts.reward_parts import Count, part_means
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
@@ -123,14 +122,14 @@ class BatchMonitor:
     def log_policy(self, version: int, measured: dict[str, float]) -> None:
         """Logs the policy version and what the publisher and the source `measured`. Some of these
         are not averaged over the logging window: a mean is no version, and would hide the worst
-        probe. Counts of sessions are added up, so that all entries of a log have their total."""
+        probe. Counts are added up, so that all entries of a log have their total."""
         self._metrics["policy/version"] = [float(version)]
         worst = measured.pop(WORST_PROBE, None)
         if worst is not None:
             self._metrics[WORST_PROBE] = [max([worst, *self._metrics[WORST_PROBE]])]
         averaged = {}
         for name, value in measured.items():
-            if name.startswith(SESSION_METRICS):
+            if isinstance(value, Count):
                 self._metrics[name] = [sum(self._metrics[name], start=value)]
             else:
                 averaged[name] = value

@@ -52,6 +52,11 @@ FIXES = {
 }
 
 
+class Count(float):
+    """A metric that counts what happened since the entry before. Where others are averaged, it is
+    added up."""
+
+
 class NamedNumbers:
     """
     Keeps the named numbers that can be metrics: those with one of the first `MOST_NAMES` names.

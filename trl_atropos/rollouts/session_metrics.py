@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from trl_atropos.errors import ServerError
 from trl_atropos.protocol import SESSION_METRICS
+from trl_atropos.rollouts.reward_parts import Count
 from trl_atropos.server_client import ServerClient, at_once
 
 
@@ -61,7 +62,7 @@ class SessionMetrics:
         with self._changing:
             new = self._new
             self._new = Counter()
-            return {_metric(name): float(new[name]) for name in sorted(self._names)}
+            return {_metric(name): Count(new[name]) for name in sorted(self._names)}
 
 
 def _metric(name: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_atropos.rollouts.reward_parts import ENVIRONMENT, NamedNumbers
+from trl_atropos.rollouts.reward_parts import ENVIRONMENT, Count, NamedNumbers
 
 FILE_VARIABLE = "TRL_ATROPOS_METRICS"  # as in `environment_site_metrics.py`
 COUNTS = "counts"  # key of a line whose numbers are counts: {"counts": {"episodes/ended": 8}}
@@ -53,7 +53,7 @@ class EnvironmentMetrics:
         for metric, logged in values.items():
             metrics[f"{ENVIRONMENT}{self._name}/{metric}"] = fmean(logged)
         for metric, count in counts.items():
-            metrics[f"{ENVIRONMENT}{self._name}/{metric}"] = count
+            metrics[f"{ENVIRONMENT}{self._name}/{metric}"] = Count(count)
         return metrics
 
     def _new_lines(self) -> list[bytes]:
