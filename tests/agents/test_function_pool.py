@@ -70,7 +70,7 @@ def test_score_is_number_with_named_parts(tmp_path, body, score, parts):
         ("    raise KeyError('colour')", "KeyError: 'colour'"),
         ("    sys.exit(3)", "SystemExit: 3"),
         ("    os._exit(3)", "its process ended with exit code 3"),
-        ("    time.sleep(60)", "gave no answer within 1 s"),
+        ("    time.sleep(60)", "it gave no answer within 1 s"),
     ],
 )
 def test_mistake_of_score_is_told(tmp_path, body, message):

@@ -34,6 +34,14 @@ def test_tasks_are_lines_of_a_file(tmp_path):
     assert tasks_of(tmp_path, "mine.jsonl") == TASKS
 
 
+def test_task_may_have_a_line_separator_in_its_text(tmp_path):
+    """JSON has such characters as they are, and Python's `splitlines` splits there."""
+    text = "one\u2028two\x85three"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    (tmp_path / "mine.jsonl").write_text(f"{line}\r\n{line}\n", "utf-8")
+    assert tasks_of(tmp_path, "mine.jsonl") == [{"text": text}] * 2
+
+
 @pytest.mark.parametrize("word", ["return", "yield from"])
 def test_tasks_are_made_by_a_function(tmp_path, word):
     (tmp_path / "mine.py").write_text(f"def make():\n    {word} {TASKS!r}\n")

@@ -36,7 +36,9 @@ def lines_of(path: Path) -> list[Any]:
     """Returns the tasks in a file of JSON lines. Raises `AtroposTrainingError` for a line that is
     none."""
     tasks = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    # not by `splitlines`, which also splits at characters that JSON has within its texts
+    lines = path.read_text("utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -8,17 +8,13 @@ its process along and nothing else.
 """
 
 import asyncio
-import contextlib
-import itertools
-import json
 import os
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_atropos.agents.guarded_process import end_guarded, start_guarded
+from trl_atropos.agents.line_process import LineProcess, NoAnswer, ProcessEnded
 from trl_atropos.errors import AtroposTrainingError
 
 WORKER = str(Path(__file__).resolve().with_name("function_worker.py"))
@@ -50,8 +46,8 @@ class FunctionPool:
         self._folder = os.path.dirname(path)
         self._env = env
         self._is_async = False
-        self._idle: list[_Worker] = []  # of a plain function
-        self._shared: _Worker | None = None  # of an `async def`
+        self._idle: list[LineProcess] = []  # of a plain function
+        self._shared: LineProcess | None = None  # of an `async def`
         self._starting = asyncio.Lock()
         self._slots = asyncio.Semaphore(min(MOST_PROCESSES, os.cpu_count() or 1))
 
@@ -78,11 +74,11 @@ class FunctionPool:
         request = {**request, "timeout": timeout}
         if self._is_async:
             worker = await self._shared_worker()
-            return await worker.ask(request, timeout + LATE)
+            return await self._value_of(worker, request, timeout + LATE)
         async with self._slots:
             worker = self._idle.pop() if self._idle else await self._new_worker()
             try:
-                value = await worker.ask(request, timeout)
+                value = await self._value_of(worker, request, timeout)
             except FunctionFailed:
                 if worker.is_alive:  # it raised an exception
                     self._idle.append(worker)
@@ -93,92 +89,40 @@ class FunctionPool:
             self._idle.append(worker)
             return value
 
-    async def _shared_worker(self) -> "_Worker":
+    async def _value_of(self, worker: LineProcess, request: dict[str, Any], timeout: float) -> Any:
+        try:
+            answer = await worker.ask(request, timeout)
+        except NoAnswer as error:
+            fix = "Raise `timeout`, or have it do less."
+            raise FunctionFailed(f"{self.place}: {error}", fix=fix) from None
+        except ProcessEnded as error:
+            raise FunctionFailed(f"{self.place}: {error}", fix="Correct it there.") from None
+        if "error" in answer:
+            raise _failure(f"{self.place} failed", answer)
+        return answer["value"]
+
+    async def _shared_worker(self) -> LineProcess:
         async with self._starting:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._new_worker()
             return self._shared
 
-    async def _new_worker(self) -> "_Worker":
-        process = await start_guarded(
-            self._command, env=self._env, cwd=self._folder, has_input=True, has_errors=False
-        )
-        worker = _Worker(self.place, process)
+    async def _new_worker(self) -> LineProcess:
+        worker = await LineProcess.start(self._command, self._env, self._folder)
         try:
-            self._is_async = await worker.load()
+            answer = await worker.ask({"call": "load"}, LOAD_TIMEOUT)
+        except ProcessEnded as error:
+            what = f"{self.place} cannot be loaded: {error}"
+            fix = "See what it does at its top level, and the environment's log."
+            raise FunctionFailed(what, fix=fix) from None
         except BaseException:
             await worker.end()
             raise
+        if "error" in answer:
+            await worker.end()
+            raise _failure(f"{self.place} cannot be loaded", answer)
+        self._is_async = answer["value"]["async"]
         return worker
-
-
-class _Worker:
-    """One process of a function, and the calls in it."""
-
-    def __init__(self, place: str, process: Process) -> None:
-        self.is_alive = True
-        self._place = place
-        self._process = process
-        self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future] = {}
-        self._reader: asyncio.Task | None = None
-
-    async def load(self) -> bool:
-        """Waits until the file is loaded. Returns whether its function is an `async def`."""
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), LOAD_TIMEOUT)
-        except TimeoutError:
-            what = f"The file of {self._place} was not loaded within {LOAD_TIMEOUT:.0f} s"
-            raise FunctionFailed(what, fix="See what it does at its top level.") from None
-        if not line:
-            await end_guarded(self._process)
-            what = f"The process of {self._place} ended with exit code {self._process.returncode}"
-            raise FunctionFailed(what, fix="See the environment's log.")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise _failure(f"{self._place} cannot be loaded", answer)
-        self._reader = asyncio.create_task(self._read())
-        return answer["async"]
-
-    async def ask(self, request: dict[str, Any], timeout: float) -> Any:
-        """Returns the value of a request. Ends the process if it gives no answer in time. Raises
-        `FunctionFailed`."""
-        number = next(self._ids)
-        call = asyncio.get_running_loop().create_future()
-        self._calls[number] = call
-        line = json.dumps({**request, "id": number}) + "\n"
-        try:
-            self._process.stdin.write(line.encode())
-            with contextlib.suppress(ConnectionError):  # the reader says that it has ended
-                await self._process.stdin.drain()
-            answer = await asyncio.wait_for(call, timeout)
-        except TimeoutError:
-            await self.end()
-            what = f"{self._place} gave no answer within {timeout:.0f} s"
-            raise FunctionFailed(what, fix="Raise `timeout`, or have it do less.") from None
-        finally:
-            self._calls.pop(number, None)
-        if "error" in answer:
-            raise _failure(f"{self._place} failed", answer)
-        return answer["value"]
-
-    async def _read(self) -> None:
-        """Gives each answer to its call. If the process ends, ends the calls."""
-        while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            call = self._calls.get(answer["id"])
-            if call is not None and not call.done():
-                call.set_result(answer)
-        self.is_alive = False
-        await end_guarded(self._process)
-        code = self._process.returncode
-        for call in self._calls.values():
-            if not call.done():
-                call.set_result({"error": f"its process ended with exit code {code}"})
-
-    async def end(self) -> None:
-        self.is_alive = False
-        await end_guarded(self._process)
 
 
 def _failure(what: str, answer: dict[str, str]) -> FunctionFailed:

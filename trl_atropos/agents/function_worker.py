@@ -5,15 +5,14 @@
 `function_pool.py` starts it. Requests and answers are lines of JSON, on standard input and output.
 What the function itself prints goes to standard error.
 
-    {"ready": true, "async": false}                     once the file is loaded
-    {"error": "...", "traceback": "..."}                in its place, if the file cannot be loaded
-
-    {"id": 1, "call": "tasks"}                          the function's items, as a list
-    {"id": 1, "value": [...]}
-    {"id": 2, "call": "score", "timeout": 60, "task": ..., "folder": "/...", "output": "...",
+    {"id": 1, "call": "load"}                           the first request: the file is run
+    {"id": 1, "value": {"async": false}}
+    {"id": 2, "call": "tasks"}                          the function's items, as a list
+    {"id": 2, "value": [...]}
+    {"id": 3, "call": "score", "timeout": 60, "task": ..., "folder": "/...", "output": "...",
      "episode": {...}}
-    {"id": 2, "value": {"score": 1.0, "parts": {"format": 0.5}}}
-    {"id": 2, "error": "KeyError: 'x'", "traceback": "..."}
+    {"id": 3, "value": {"score": 1.0, "parts": {"format": 0.5}}}
+    {"id": 3, "error": "KeyError: 'x'", "traceback": "..."}
 
 Standard library only, and nothing newer than Python 3.10: this package is not installed here.
 """
@@ -135,14 +134,16 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints must not stand between the answers
     _, path, name = sys.argv
+    request = json.loads(sys.stdin.readline())
     try:
         function = load(path, name)
     except BaseException as error:  # noqa: BLE001 - somebody else's code
-        answers.write(json.dumps(failure(error)) + "\n")
+        answer = {"id": request["id"], **failure(error)}
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
         raise SystemExit(1) from None
     worker = Worker(function, answers)
-    worker.send({"ready": True, "async": worker.is_async})
+    worker.send({"id": request["id"], "value": {"async": worker.is_async}})
     if worker.is_async:
         asyncio.run(worker.serve_async())
     else:

@@ -17,7 +17,11 @@ from trl_atropos.agents.guarded_process import end_guarded, start_guarded
 
 
 class ProcessEnded(Exception):
-    """The program has ended, or gave no answer in time and was ended."""
+    """The program has ended."""
+
+
+class NoAnswer(ProcessEnded):
+    """The program gave no answer in time, and was ended."""
 
 
 class LineProcess:
@@ -37,8 +41,8 @@ class LineProcess:
         return cls(guard)
 
     async def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Returns the answer to a request. Raises `ProcessEnded` if there is none within `timeout`
-        seconds: then the program is ended, and with it all calls."""
+        """Returns the answer to a request. Raises `ProcessEnded` if the program ends before, and
+        `NoAnswer` after `timeout` seconds: then the program is ended, and with it all calls."""
         number = next(self._ids)
         call = asyncio.get_running_loop().create_future()
         self._calls[number] = call
@@ -51,7 +55,7 @@ class LineProcess:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError:
             await self.end()
-            raise ProcessEnded(f"it gave no answer within {timeout:.0f} s") from None
+            raise NoAnswer(f"it gave no answer within {timeout:.0f} s") from None
         finally:
             self._calls.pop(number, None)
 
