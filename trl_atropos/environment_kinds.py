@@ -86,6 +86,8 @@ class EpisodeEntry(BaseModel):
         max_completion_tokens: Tokens that one completion may have, whatever the client asks for.
         max_calls: Calls of one episode.
         max_tokens: Sampled tokens of one episode.
+        reuse: Whether the sampled ids of an answer take the place of its rendered text in later
+            prompts of the episode.
         episodes_at_once: Episodes that run side by side.
         python: Interpreter of foreign code; by default the run's own.
         env: Variables of foreign code, besides PATH, HOME and LANG. `inherit` takes the value that
@@ -103,6 +105,7 @@ class EpisodeEntry(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     max_calls: int = Field(1000, ge=1)
     max_tokens: int = Field(1_000_000, ge=1)
+    reuse: bool = False
     episodes_at_once: int = Field(32, ge=1)
     python: Program | None = None
     env: dict[NonEmpty, str | int | float] = {}

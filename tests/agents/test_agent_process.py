@@ -49,7 +49,11 @@ def is_alive(pid: int) -> bool:
     ("program", "failure", "reason"),
     [
         ("print('hello')", None, "it ended with exit code 0"),
-        ("raise KeyError('task')", FAILED, "it ended with exit code 1: KeyError: 'task'"),
+        (
+            "raise KeyError('task')",
+            FAILED,
+            "it ended with exit code 1: KeyError: 'task' (<string>:1)",
+        ),
         ("import os; os.kill(os.getpid(), 9)", FAILED, "it ended with exit code 137"),
         ("while True: print('no' * 1000)", FLOODED, "it printed more than `max_output` bytes"),
         ("import time; time.sleep(60)", TIMEOUT, "it was ended after 2 s (`timeout`)"),

@@ -79,6 +79,7 @@ def test_mistake_of_score_is_told(tmp_path, body, message):
     assert message in str(error)
     if "KeyError" in body:
         assert "mine.py" in error.__notes__[0]
+        assert error.environment_place == f"{tmp_path}/mine.py:3 in score"
 
 
 @pytest.mark.parametrize("body", ["    raise OSError('no')", "    os._exit(1)"])

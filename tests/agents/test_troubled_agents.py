@@ -44,7 +44,7 @@ def environment(server: Server, mark: str, key: str = "none", **settings: Any) -
         "tasks": f"{HERE / 'nowhere.py'}:tasks",
         "score": f"{HERE / 'troubled_score.py'}:score",
         "group_size": 1,
-        "timeout": 8.0,
+        "timeout": 20.0,  # a busy machine starts a Python in several seconds
         "env": {"MARK": mark},
     } | settings
     entry = AgentEntry.model_validate(entry).model_dump(mode="json")
@@ -164,9 +164,12 @@ def test_failures_may_have_the_score_0(server, tmp_path, monkeypatch, key):
     assert crash[0]["scores"] == [0.0]
     assert any(token != -100 for token in crash[0]["masks"][0])
     assert "2 score_failed" in str(bad_score)
+    assert "troubled_score.py:" in bad_score.environment_place
     assert fine[0]["scores"] == [1.0]
     if key == "none":
         assert "2 no_call" in str(silent)
+        assert "does it read OPENAI_BASE_URL" in str(silent)
+        assert silent.environment_place == "its entry in the recipe"
     else:
         assert silent[0]["scores"] == [0.0]
         group = parse_group(silent[0])

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trl_atropos.agents.agent_process import AgentRun, run_agent
+from trl_atropos.agents.agent_process import FAILED, AgentRun, run_agent
 from trl_atropos.agents.agent_tasks import read_tasks
 from trl_atropos.agents.episode_environment import (
     NO_CALL,
@@ -32,6 +32,9 @@ from trl_atropos.session_client import OpenSession
 API_KEY = "any"  # the session's URL is the key
 TASK_FILE = "task.json"
 SCORE_FAILED = "score_failed"
+LAST_WORDS = (
+    200  # characters of the last line that an agent printed, where it is said why it failed
+)
 MESSAGE_TAIL = 4000  # characters of what an agent printed, in the report
 
 
@@ -117,11 +120,14 @@ class AgentEnvironment(EpisodeEnvironment):
         result = EpisodeResult(messages=_messages(run, reply, completions))
         if run.failure is not None:
             result.outcome = run.failure
-            result.reason = run.reason
+            result.reason = f"{run.reason}, after {_calls(reply)}{_last_words(run)}"
             return result
         if not reply.counts.get("tokens", 0):
             result.outcome = NO_CALL
-            result.reason = f"{run.reason}, without having called the model"
+            result.reason = (
+                f"{run.reason}, without having called the model (does it read OPENAI_BASE_URL or "
+                f"ANTHROPIC_BASE_URL?){_last_words(run)}"
+            )
             return result
         request = {
             "call": "score",
@@ -140,7 +146,7 @@ class AgentEnvironment(EpisodeEnvironment):
             value = await self.score.call(request, self.entry.timeout)
         except FunctionFailed as error:
             result.outcome = SCORE_FAILED
-            result.reason = str(error)
+            result.reason = error.what
             result.error = error
             result.may_score_0 = False
             return result
@@ -190,6 +196,23 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+def _calls(reply: SessionReply) -> str:
+    """Returns `1 call` or `2 calls`."""
+    calls = reply.counts.get("calls", 0)
+    return "1 call" if calls == 1 else f"{calls} calls"
+
+
+def _last_words(run: AgentRun) -> str:
+    """Returns the last line that an agent has printed, as the end of a sentence. `run.reason` has
+    that of an agent that failed with an error."""
+    if run.failure == FAILED and run.errors:
+        return ""
+    lines = f"{run.errors}\n{run.output}".strip().splitlines()
+    if not lines:
+        return "; it printed nothing"
+    return f"; it printed last: {lines[-1][:LAST_WORDS]}"
 
 
 def _messages(run: AgentRun, reply: SessionReply, completions: list[str]) -> list[dict[str, str]]:

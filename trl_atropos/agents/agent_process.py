@@ -5,6 +5,8 @@ Nothing that the agent has started outlives it, whatever it was (`guarded_proces
 """
 
 import asyncio
+import os
+import re
 import time
 from asyncio import StreamReader
 from collections.abc import Mapping
@@ -14,6 +16,8 @@ from trl_atropos.agents.guarded_process import end_guarded, start_guarded, until
 
 CHUNK = 1 << 16  # bytes
 LAST_WORDS = 1.0  # seconds for what is left in a pipe when nobody writes to it any more
+# in what Python prints of an exception
+PYTHON_PLACE = re.compile(r'File "(.+)", line (\d+)')
 # What became of an agent that did not end well.
 FAILED = "failed"  # with an exit code that is not 0
 TIMEOUT = "timeout"
@@ -41,6 +45,10 @@ class AgentRun:
         lines = self.errors.strip().splitlines()
         if self.failure == FAILED and lines:
             reason += f": {lines[-1][:200]}"
+            places = PYTHON_PLACE.findall(self.errors)
+            if places:
+                path, line = places[-1]
+                reason += f" ({os.path.basename(path)}:{line})"
         return reason
 
 

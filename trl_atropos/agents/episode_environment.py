@@ -163,12 +163,16 @@ class EpisodeEnvironment(BaseEnv):
         tasks = await self.read_tasks()
         if not tasks:
             raise ValueError("There are no tasks. Correct `tasks` of the entry")
+        self.num_tasks = len(tasks)
         # The evaluations of a run try the first tasks, and so do not mix them.
         is_mixed = self.evaluation is None
         seed = self.config.seed if is_mixed else None
         self.tasks = TaskOrder(tasks, seed, self.config.state_file)
 
     async def get_next_item(self) -> Any:
+        if self.evaluation is not None and self.tasks.given == self.num_tasks:
+            what = f"The evaluation asks for more than the {self.num_tasks} tasks that there are"
+            raise AtroposTrainingError(what, fix=f"Set `problems: {self.num_tasks}`.")
         return self.tasks.next()
 
     async def collect_trajectories(self, item: Any) -> tuple[dict[str, list] | None, list]:
@@ -245,6 +249,7 @@ class EpisodeEnvironment(BaseEnv):
             "silence": seconds,
             "max_calls": entry.max_calls,
             "max_tokens": entry.max_tokens,
+            "reuse": entry.reuse,
         }
 
     def _judged(self, result: EpisodeResult, reply: SessionReply) -> Episode:
@@ -316,6 +321,8 @@ def failure_of(episodes: list[Episode]) -> Exception:
     what = f"{len(failed)} of {len(episodes)} episodes of a task have failed: {reasons}"
     last = failed[-1]
     error = EpisodesFailed(what, fix=f"The last one: {last.reason or last.outcome}.")
+    # where `trl-atropos try` and a run's messages say that it is to be mended
+    error.environment_place = getattr(last.error, "environment_place", "its entry in the recipe")
     for note in getattr(last.error, "__notes__", ()):
         error.add_note(note)
     return error

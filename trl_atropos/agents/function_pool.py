@@ -129,4 +129,6 @@ def _failure(what: str, answer: dict[str, str]) -> FunctionFailed:
     error = FunctionFailed(f"{what}: {answer['error']}", fix="Correct it there.")
     if "traceback" in answer:
         error.add_note(answer["traceback"])
+    if "place" in answer:
+        error.environment_place = answer["place"]
     return error

@@ -73,7 +73,12 @@ def number(value, name):
 
 def failure(error):
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return {"error": f"{type(error).__name__}: {error}", "traceback": text}
+    answer = {"error": f"{type(error).__name__}: {error}", "traceback": text}
+    frames = traceback.extract_tb(error.__traceback__)
+    in_file = [frame for frame in frames if frame.filename.startswith(sys.path[0])]
+    if in_file:
+        answer["place"] = f"{in_file[-1].filename}:{in_file[-1].lineno} in {in_file[-1].name}"
+    return answer
 
 
 class Worker:

@@ -494,6 +494,11 @@ def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding
         fix = "Write one task a line."
         yield _finding(spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks")
         return
+    problems = getattr(spec, "problems", None)
+    if problems is not None and problems > len(tasks):
+        what = f"it asks for {problems} problems, and there are {len(tasks)} tasks"
+        fix = f"Set `problems: {len(tasks)}`, or write more tasks."
+        yield _finding(spec, what, f"problems: {problems}", fix, "agent-tasks")
     for word in agent.command:
         for placeholder in PLACEHOLDER.finditer(word):
             key = placeholder["key"]
