@@ -51,6 +51,11 @@ TOLD = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
     },
+    "sp2.yaml": {
+        "WORLD_SIZE": "2",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_SP_SIZE": "2",
+    },
     "fsdp2.yaml": {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
 }
 TELL = """
