@@ -16,6 +16,7 @@ import pwd
 import re
 import shlex
 import shutil
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -126,9 +127,9 @@ class EpisodeEntry(BaseModel):
         return str(SCRIPTS / self.script)
 
     @property
+    @abstractmethod
     def line(self) -> str:
         """The entry as one line for people."""
-        raise NotImplementedError
 
     def variables(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables of foreign code, which is run by a process that has `variables`. If
