@@ -727,15 +727,19 @@ def test_checkpointing_options_outlast_scoring(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
     settings = {"per_device_train_batch_size": 16, "max_steps": 2}
     options = {"every_n_layers": 2}
+    plain = {"gradient_checkpointing": True}
     logs = []
-    for more in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
+    hooks = []
+    for more in ({}, plain, {**plain, "gradient_checkpointing_kwargs": options}):
         trainer = make_trainer(tiny_model, tmp_path / str(len(logs)), *batches, **settings, **more)
         trainer.train()
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
-    assert logs[1] == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in logs[0]]
+        hooks.append(len(trainer.model.get_input_embeddings()._forward_hooks))
+    assert logs[2] == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in logs[0]]
     checkpointed = [layer.gradient_checkpointing for layer in trainer.model.model.layers]
     assert checkpointed == [number % 2 == 0 for number in range(len(checkpointed))]
     assert sum(checkpointed) < len(checkpointed)
+    assert hooks[1] == hooks[2]  # those that TRL adds by itself
 
 
 def test_offload_without_gpu_is_refused(tiny_model, tmp_path):

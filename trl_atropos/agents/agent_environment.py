@@ -32,9 +32,7 @@ from trl_atropos.session_client import OpenSession
 API_KEY = "any"  # the session's URL is the key
 TASK_FILE = "task.json"
 SCORE_FAILED = "score_failed"
-LAST_WORDS = (
-    200  # characters of the last line that an agent printed, where it is said why it failed
-)
+LONGEST_LINE = 200  # characters of the last line that an agent printed, in a reason
 MESSAGE_TAIL = 4000  # characters of what an agent printed, in the report
 
 
@@ -212,7 +210,7 @@ def _last_words(run: AgentRun) -> str:
     lines = f"{run.errors}\n{run.output}".strip().splitlines()
     if not lines:
         return "; it printed nothing"
-    return f"; it printed last: {lines[-1][:LAST_WORDS]}"
+    return f"; it printed last: {lines[-1][:LONGEST_LINE]}"
 
 
 def _messages(run: AgentRun, reply: SessionReply, completions: list[str]) -> list[dict[str, str]]:

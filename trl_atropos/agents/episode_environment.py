@@ -163,16 +163,16 @@ class EpisodeEnvironment(BaseEnv):
         tasks = await self.read_tasks()
         if not tasks:
             raise ValueError("There are no tasks. Correct `tasks` of the entry")
-        self.num_tasks = len(tasks)
         # The evaluations of a run try the first tasks, and so do not mix them.
         is_mixed = self.evaluation is None
         seed = self.config.seed if is_mixed else None
         self.tasks = TaskOrder(tasks, seed, self.config.state_file)
 
     async def get_next_item(self) -> Any:
-        if self.evaluation is not None and self.tasks.given == self.num_tasks:
-            what = f"The evaluation asks for more than the {self.num_tasks} tasks that there are"
-            raise AtroposTrainingError(what, fix=f"Set `problems: {self.num_tasks}`.")
+        number = len(self.tasks)
+        if self.evaluation is not None and self.tasks.given == number:
+            what = f"The evaluation asks for more than the {number} tasks that there are"
+            raise AtroposTrainingError(what, fix=f"Set `problems: {number}`.")
         return self.tasks.next()
 
     async def collect_trajectories(self, item: Any) -> tuple[dict[str, list] | None, list]:
@@ -348,6 +348,9 @@ class TaskOrder:
         if state_file is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.given = int(Path(state_file).read_text())
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
     def next(self) -> Any:
         """Returns the next task."""

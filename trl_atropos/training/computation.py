@@ -31,6 +31,7 @@ from trl_atropos.errors import RecipeError
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model, local_parts, unwrap
 from trl_atropos.weights.model_setup import (
+    OF_TRANSFORMERS,
     checkpoint_layers,
     keep_soft_cap,
     name_backbone,
@@ -191,8 +192,10 @@ class Computation:
         """Checkpoints layers as `gradient_checkpointing_kwargs` says. TRL stops that while it
         scores a batch, and then takes all of these options for torch's."""
         policy = base_model(self._trainer.model)
-        if policy.is_gradient_checkpointing:
-            checkpoint_layers(policy, self._trainer.args.gradient_checkpointing_kwargs)
+        options = self._trainer.args.gradient_checkpointing_kwargs or {}
+        if policy.is_gradient_checkpointing and OF_TRANSFORMERS & options.keys():
+            checkpoint_layers(policy, options)
+            policy.disable_input_require_grads()  # TRL has added such a hook, too: one is enough
 
     def trained_parts(self) -> list[Tensor]:
         """Returns this rank's part of each trained weight."""

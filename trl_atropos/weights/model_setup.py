@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # in names of modules' attributes and of a config's fields
 DROPOUT = re.compile("dropout|pdrop|layerdrop")
 JITTER = re.compile("jitter")  # in names of routers' attributes
+# in `gradient_checkpointing_kwargs`; all others are torch's
+OF_TRANSFORMERS = {"every_n_layers", "offload"}
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
 
