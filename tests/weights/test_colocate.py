@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 import requests
@@ -90,27 +91,40 @@ def test_publishes_under_load_leave_both_sides_equal(make_trainer, server):
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
+def paused_in_midst(server, client, request: dict) -> Future:
+    """A request that has sampled some tokens, and that the server's pause keeps from the rest. On a
+    busy machine a request may end before it is seen to run, or before the pause: then the next one
+    is tried."""
+    version = client.info().policy_version
+    deadline = time.monotonic() + 60
+    pool = ThreadPoolExecutor(1)
+    while time.monotonic() < deadline:
+        reply = pool.submit(server.generate, **request)
+        while not reply.done() and server.metric("num_requests_running") == 0:
+            pass
+        client.pause()
+        _answered, in_flight = wait([reply], timeout=0.5)  # an answer on its way arrives
+        if in_flight:
+            return reply
+        client.resume(version)
+    pytest.fail("in 60 s, no request was caught in its midst")
+
+
 def test_request_across_publish_matches_old_then_new(make_trainer, server):
     """A completion begun before a publish and ended after it has every token scored by the old or
     the new weights."""
     trainer = make_trainer()
     client, model = trainer.policy_publisher.servers.clients[0], trainer.model
-    prompt, replies = [64, 65, 66, 28] * 40, []
+    prompt = [64, 65, 66, 28] * 40
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     request = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 300, "ignore_eos": True}
-    thread = threading.Thread(target=lambda: replies.append(server.generate(**request)))
-    server.metric("num_requests_running")  # the first look takes long
-    thread.start()
-    deadline = time.monotonic() + 30
-    while server.metric("num_requests_running") == 0:
-        assert time.monotonic() < deadline, "the request does not run"
-    client.pause()
+    in_flight = paused_in_midst(server, client, request)
     disturb(trainer, 0.02)
     version = trainer.policy_publisher.policy_version
     client.resume(version + 1)
-    thread.join(60)
-    assert replies[0].headers["x-policy-version"] == f"{version}-{version + 1}"
-    reply = replies[0].json()
+    answer = in_flight.result(60)
+    assert answer.headers["x-policy-version"] == f"{version}-{version + 1}"
+    reply = answer.json()
     (tokens,), (entries,) = reply["token_ids"], reply["logprobs"]
     sampled = torch.tensor([next(iter(entry[0].values())) for entry in entries])
     new = _score(model, prompt, tokens)
