@@ -726,7 +726,7 @@ def test_checkpointing_options_outlast_scoring(tiny_model, tmp_path):
     """TRL switches checkpointing off while it scores a batch, and forgets Transformers' options."""
     batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
     settings = {"per_device_train_batch_size": 16, "max_steps": 2}
-    options = {"every_n_layers": 2}
+    options = {"every_n_layers": 2, "selective": True}
     plain = {"gradient_checkpointing": True}
     logs = []
     hooks = []
@@ -739,6 +739,8 @@ def test_checkpointing_options_outlast_scoring(tiny_model, tmp_path):
     checkpointed = [layer.gradient_checkpointing for layer in trainer.model.model.layers]
     assert checkpointed == [number % 2 == 0 for number in range(len(checkpointed))]
     assert sum(checkpointed) < len(checkpointed)
+    checkpoint = trainer.model.model.layers[0]._gradient_checkpointing_func
+    assert checkpoint.keywords.keys() == {"use_reentrant", "context_fn"}
     assert hooks[1] == hooks[2]  # those that TRL adds by itself
 
 

@@ -10,10 +10,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_atropos.distributed import on_main
@@ -24,8 +25,17 @@ logger = logging.getLogger(__name__)
 # in names of modules' attributes and of a config's fields
 DROPOUT = re.compile("dropout|pdrop|layerdrop")
 JITTER = re.compile("jitter")  # in names of routers' attributes
-# in `gradient_checkpointing_kwargs`; all others are torch's
+# in `gradient_checkpointing_kwargs`; all others but TRL's `selective` are torch's
 OF_TRANSFORMERS = {"every_n_layers", "offload"}
+# What these compute, `selective` keeps: on GPUs in 16 bits, in 32, by cuDNN, on the CPU, and on GPUs
+# for packed rows.
+ATTENTION_OPERATORS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+)
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
 
@@ -49,8 +59,9 @@ class Noise:
 
 def checkpoint_layers(policy: PreTrainedModel, options: dict[str, Any] | None) -> None:
     """Has layers computed again in the backward pass. `options` are
-    `gradient_checkpointing_kwargs`: two of them are Transformers', and all others torch's, as
-    `transformers.Trainer` divides them."""
+    `gradient_checkpointing_kwargs`: two of them are Transformers', and the others torch's, as
+    `transformers.Trainer` divides them. A model that `prepare_model` has set up knows `selective`,
+    too."""
     of_torch = dict(options or {})
     every_n_layers = of_torch.pop("every_n_layers", 1)
     offload = of_torch.pop("offload", False)
@@ -64,7 +75,10 @@ def checkpoint_layers(policy: PreTrainedModel, options: dict[str, Any] | None) -
 def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> dict[str, Noise]:
     """Sets up a model, with its adapter, for training on what the server samples. Returns the noise
     that it turned off, by name."""
-    name_backbone(base_model(model))
+    policy = base_model(model)
+    name_backbone(policy)
+    if policy.supports_gradient_checkpointing:
+        offer_selective_checkpointing(policy)
     silenced = silence(model)
     if silenced and warn:
         values = [f"{name} {noise.value:g}" for name, noise in silenced.items()]
@@ -73,6 +87,46 @@ def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> dict[str, Noi
             ", ".join(values),
         )
     return silenced
+
+
+def offer_selective_checkpointing(policy: PreTrainedModel) -> None:
+    """
+    Teaches a model's `gradient_checkpointing_enable` the option `selective` of TRL's `SFTTrainer`:
+    what attention computes is kept, and the rest of a layer is computed again.
+
+    Attention is most of the work on long rollouts, and its result is one row of hidden states. TRL's
+    own function does not know the attention of packed rows. It is the model that learns the option
+    because TRL and Transformers switch checkpointing on in places of their own.
+    """
+    enable = policy.gradient_checkpointing_enable
+
+    @wraps(enable)
+    def enable_with_option(
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        of_torch = dict(gradient_checkpointing_kwargs or {})
+        if of_torch.pop("selective", False):
+            of_torch["use_reentrant"] = False
+            of_torch["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps_attention)
+        enable(gradient_checkpointing_kwargs=of_torch or None, **options)
+
+    policy.gradient_checkpointing_enable = enable_with_option
+
+
+def _keeps_attention(
+    context: Any, operator: torch._ops.OpOverload, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if is_attention(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def is_attention(operator: torch._ops.OpOverload) -> bool:
+    """Returns whether an operator computes attention: one of torch's, or of the library
+    `flash-attn`, which gives its operators another namespace in each version."""
+    name = operator.name()
+    return name in ATTENTION_OPERATORS or "flash_attn" in name
 
 
 def name_backbone(policy: PreTrainedModel) -> None:
