@@ -82,9 +82,9 @@ def require_trainable_model(trainer: Any) -> None:
         )
     if checkpointing.get("selective") and checkpointing.get("use_reentrant"):
         raise ValueError(
-            "`gradient_checkpointing_kwargs` has `selective`, which needs `use_reentrant: false`, and "
-            "`use_reentrant: true`: leave one of them out. (TRL sets `use_reentrant` for an adapter "
-            "with ZeRO-3: leave `selective` out there.)"
+            "`gradient_checkpointing_kwargs` has `selective`, which needs `use_reentrant: false`, "
+            "and `use_reentrant: true`, which TRL also sets for an adapter with ZeRO-3: leave "
+            "`selective` out."
         )
     if trainer.aux_loss_enabled and not hasattr(model.config.get_text_config(), "num_experts"):
         kind = base_model(model).config.model_type

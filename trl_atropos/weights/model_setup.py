@@ -27,8 +27,8 @@ DROPOUT = re.compile("dropout|pdrop|layerdrop")
 JITTER = re.compile("jitter")  # in names of routers' attributes
 # in `gradient_checkpointing_kwargs`; all others but TRL's `selective` are torch's
 OF_TRANSFORMERS = {"every_n_layers", "offload"}
-# What these compute, `selective` keeps: on GPUs in 16 bits, in 32, by cuDNN, on the CPU, and on GPUs
-# for packed rows.
+# `selective` keeps what these compute: on GPUs in 16 bits, in 32, by cuDNN, on the CPU, and for
+# packed rows on GPUs.
 ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -94,9 +94,9 @@ def offer_selective_checkpointing(policy: PreTrainedModel) -> None:
     Teaches a model's `gradient_checkpointing_enable` the option `selective` of TRL's `SFTTrainer`:
     what attention computes is kept, and the rest of a layer is computed again.
 
-    Attention is most of the work on long rollouts, and its result is one row of hidden states. TRL's
-    own function does not know the attention of packed rows. It is the model that learns the option
-    because TRL and Transformers switch checkpointing on in places of their own.
+    Attention is most of the work on long rollouts, and its result is one row of hidden states.
+    TRL's own function does not know the attention of packed rows. It is the model that learns the
+    option because TRL and Transformers switch checkpointing on in places of their own.
     """
     enable = policy.gradient_checkpointing_enable
 
