@@ -16,6 +16,7 @@ BENCHMARKS = {  # one module each
     "loop": "whether sampling and training overlap; the whole loop beside TRL's",
     "step": "how many useful tokens a training step works off, beside TRL's own",
     "episodes": "how long a step takes on episodes that branch, and on shared prompts",
+    "attention": "how fast the kernels that could attend to a long rollout are",
     "sampling": "how fast the server samples, and what log-probabilities cost",
     "target": "GPU-seconds until held-out problems are solved, beside TRL",
     "numerics": "by how much trainer and server disagree, and what it costs to agree",
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> None:
     """Runs the benchmark that the first argument names; the others are its own."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name in ("", "-h", "--help"):
-        lines = [f"  {benchmark:<8} {text}" for benchmark, text in BENCHMARKS.items()]
+        lines = [f"  {benchmark:<9} {text}" for benchmark, text in BENCHMARKS.items()]
         sys.stdout.write(
             "usage: trl-atropos bench NAME [options]\n\nbenchmarks:\n" + "\n".join(lines)
         )

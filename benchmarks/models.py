@@ -40,6 +40,16 @@ PRESETS = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "4B": {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
     "8B": {
         "vocab_size": 151936,
         "hidden_size": 4096,

@@ -35,7 +35,8 @@ rounds.
   kernels     started on the GPU, for each useful token
   loss        of the first step; all trainers must have the same (the plain loop has none)
   pass        of the step: the forward and backward that train, without the passes before and the optimizer
-  tflops      of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
+  tflops      of the model in that pass: 6 per parameter and useful token (4 for one that is not trained), nothing for
+              attention or recomputation
   mfu         that, as a share of the GPU's peak in bfloat16, where that is known; with attention (of causal pairs); and
               by the formula that prime-rl has, which counts masked pairs, too, and no embedding
 
@@ -152,6 +153,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="which to run (default: %(default)s)",
     )
     add("--gradient_checkpointing", action="store_true", help="as in training arguments")
+    add(
+        "--selective",
+        action="store_true",
+        help="of `gradient_checkpointing_kwargs`: ours attend once (TRL's GRPO has no such option)",
+    )
+    add("--attention_kernel", default="auto", metavar="NAME", help="as in training arguments")
+    add(
+        "--lora_r",
+        type=positive,
+        metavar="N",
+        help="train an adapter of this rank on all linear layers, not all weights",
+    )
     add("--share_prompts", choices=("true", "false"), help="as in training arguments")
     return parser
 
@@ -171,6 +184,8 @@ def main(argv: list[str] | None = None) -> None:
         setattr(options, name, chosen)
         if not set(chosen) <= set(known):
             parser.error(f"--{name} {','.join(chosen)}: there are {', '.join(known)}")
+    if options.lora_r and "packed_loop" in options.trainers:
+        parser.error("--lora_r: the plain loop has no adapter, so leave packed_loop out")
     for name in ("micro_batch", "group_size"):
         if options.rows % getattr(options, name):
             parser.error(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PrinterCallback, TrainerCallback
@@ -23,7 +24,7 @@ from benchmarks.packed_loop import PackedLoop
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
-from trl_atropos.metrics.flops import AttentionFlops
+from trl_atropos.metrics.flops import AttentionFlops, flops_per_token
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RolloutSource
@@ -196,21 +197,29 @@ def _make_trainer(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> GRPOTrainer:
     settings = _settings(folder, name, rows, options)
+    adapter = None
+    if options.lora_r:
+        adapter = LoraConfig(r=options.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
     if name != "trl":
         config = AtroposGRPOConfig(
             **settings,
+            gradient_checkpointing_kwargs={"selective": True} if options.selective else None,
+            attention_kernel=options.attention_kernel,
             replay_paths=["given as rollout_source"],
             max_tokens_per_micro_batch=_budget(rows, options) if name == "tokens" else None,
             share_prompts=options.share_prompts and options.share_prompts == "true",
             master_weights=False,  # TRL has none
         )
-        return AtroposGRPOTrainer(str(model), args=config, rollout_source=OneBatch(rows))
+        return AtroposGRPOTrainer(
+            str(model), args=config, rollout_source=OneBatch(rows), peft_config=adapter
+        )
     trainer = GRPOTrainer(
         str(model),
         reward_funcs=[atropos_score],
         args=GRPOConfig(**settings, num_generations=options.group_size, shuffle_dataset=False),
         train_dataset=Dataset.from_dict({"prompt": [""] * len(rows)}),
         rollout_func=lambda prompts, trainer: columns(rows),
+        peft_config=adapter,
     )
     # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send
     # its weights.
@@ -228,37 +237,37 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
     rows = make_rows(shape, options)
     clocks: dict[str, list[StepTime]] = {name: [] for name in options.trainers}
     loss = {}
-    size = 0
+    of_token = 0.0
     for _ in range(options.rounds):
         for name in options.trainers:
             train = _run_loop if name == PACKED_LOOP else _run_trainer
-            clock, loss[name], size = train(name, model, folder, rows, options)
+            clock, loss[name], of_token = train(name, model, folder, rows, options)
             clocks[name].append(clock)
             gc.collect()  # cycles hold the model's memory, which the next one needs
     config = AutoConfig.from_pretrained(model)
     return [
-        _result(shape, name, clocks[name], rows, loss[name], size, config)
+        _result(shape, name, clocks[name], rows, loss[name], of_token, config)
         for name in options.trainers
     ]
 
 
 def _run_trainer(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
-) -> tuple[StepTime, float, int]:
-    """The times of the second step, the loss of the first, and the number of parameters."""
+) -> tuple[StepTime, float, float | None]:
+    """The times of the second step, the loss of the first, and the operations that the weights take
+    for a token."""
     trainer = _make_trainer(name, model, folder, rows, options)
     clock = StepTime()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
     clock.watch(trainer.model)
     trainer.train()
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
-    return clock, trainer.state.log_history[0]["loss"], size
+    return clock, trainer.state.log_history[0]["loss"], flops_per_token(trainer.model)
 
 
 def _run_loop(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
-) -> tuple[StepTime, None, int]:
+) -> tuple[StepTime, None, float | None]:
     """As `_run_trainer`. The loop has no loss to compare."""
     # Torch gives up after compiling the code of a layer eight times. Trainers of all rounds count
     # towards it, and each round has another model.
@@ -277,7 +286,7 @@ def _run_loop(
             loop.step()
         clock.kernels = count()
     clock.tokens = sum(row.ids.numel() for row in loop.rows)
-    return clock, None, sum(parameter.numel() for parameter in loop.model.parameters())
+    return clock, None, flops_per_token(loop.model)
 
 
 def _budget(rows: list[Rollout], options: argparse.Namespace) -> int:
@@ -293,7 +302,7 @@ def _result(
     clocks: list[StepTime],
     rows: list[Rollout],
     loss: float | None,
-    size: int,
+    of_token: float,
     config: Any,
 ) -> dict[str, Any]:
     useful = sum(_lengths(rows))
@@ -308,8 +317,8 @@ def _result(
         "tokens_per_s": useful / step,
         "kernels_per_token": clocks[0].kernels / useful if clocks[0].kernels else None,
         "loss": loss,
-        "tflops_per_s": 6 * size * useful / training_pass / 1e12,
-        **_flops_with_attention(rows, 6 * size * useful, config, training_pass),
+        "tflops_per_s": of_token * useful / training_pass / 1e12,
+        **_flops_with_attention(rows, of_token * useful, config, training_pass),
     }
 
 

@@ -36,6 +36,7 @@ CHOICES = {
     "weight_transport": ("auto", "nccl", "gloo", "memory"),
     "vllm_sleep_level": (1, 2),
     "numerics": NUMERICS,
+    "attention_kernel": ("auto", "torch", "FA3", "FA4"),
 }
 # Least value of a setting, and what a message asks for. A default passes, even if it is `None`.
 LEAST = {
@@ -255,6 +256,10 @@ class AtroposGRPOConfig(GRPOConfig):
             Whether what the rollouts of a micro-batch have in common is computed once, if that
             saves an eighth of the tokens: the prompt of a group, a system prompt, and what the
             branches of an episode share. By default wherever the model allows it.
+        attention_kernel (`str`, *optional*, defaults to `"auto"`):
+            What attends to packed rollouts on a GPU in 16 bits: `"torch"` (FlashAttention 2, which
+            torch comes with), `"FA3"` (the package `flash-attn-3`), `"FA4"` (`flash-attn-4`), or
+            with `"auto"` the fastest of those that are installed and right.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.
@@ -317,6 +322,7 @@ class AtroposGRPOConfig(GRPOConfig):
     max_tokens_per_micro_batch: int | None = None
     padding_free: bool = True
     share_prompts: bool | None = None
+    attention_kernel: str = "auto"
     compile_layers: bool | None = None
     numerics: str = "default"
     eval_hold: bool | None = None
@@ -502,6 +508,7 @@ class AtroposGRPOConfig(GRPOConfig):
                     raise self._wrong(what, fix, "numerics", name)
             self.compile_layers = False
             self.share_prompts = False
+            self.attention_kernel = "torch"
 
     def _check_batch(self) -> None:
         shares = int(os.environ.get("WORLD_SIZE", 1)) // self.sp_size

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import attention
 from benchmarks.packed_loop import PackedLoop, Row
 from benchmarks.sampling_targets import Engine
 from benchmarks.step_trainers import make_rows
@@ -122,6 +123,21 @@ def test_trainers_of_step_benchmark_take_same_step():
     expected = "compiled" if torch.cuda.is_available() else "not_compiled"
     assert result["header"]["packed_loop"] == expected
     assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_attention_benchmark_names_kernels_that_are_not_there():
+    options = argparse.Namespace(
+        params="0.6B", tokens=[64, 128], kernels=[*attention.KERNELS], rounds=1
+    )
+    result = attention.run(options)
+    assert [row["tokens"] for row in result["rows"]] == [64] * 5 + [128] * 5
+    lines = attention.table(result).splitlines()[3:]
+    for row, line in zip(result["rows"], lines, strict=True):
+        assert row["kernel"] in line
+        assert ("why_not" in row) == (row["kernel"] != "torch" and not torch.cuda.is_available())
+    fastest = [row for row in result["rows"] if row.get("of_best") == 1]
+    assert len(fastest) == 2
+    assert result["rows"][0]["error"] == 0
 
 
 @pytest.mark.full

@@ -112,7 +112,7 @@ MAY_IMPORT = {
     "config": {"metrics"},
     "metrics": {"batches", "distributed", "rollouts"},
     "services": {"environment_entry", "metrics", "rollouts", "server_client"},
-    "batches": {"rollouts"},
+    "batches": {"distributed", "rollouts"},
     "rollouts": {"server_client"},
     "server_client": {"distributed"},
     "distributed": set(),

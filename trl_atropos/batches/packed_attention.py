@@ -70,6 +70,12 @@ class RowFormat(NamedTuple):
         attention = model.config._attn_implementation
         return cls(attention, device, dtype, multiple, sequence_group=sequence_group)
 
+    @property
+    def has_one_kernel(self) -> bool:
+        """Whether one kernel computes attention over all rollouts of a row."""
+        is_half = self.dtype in (torch.float16, torch.bfloat16)
+        return self.attention == ATTENTION and self.device.type == "cuda" and is_half
+
     def inputs(
         self,
         positions: Tensor,
@@ -105,8 +111,7 @@ class RowFormat(NamedTuple):
         if self.attention == ATTENTION:
             # A mask of four dimensions is taken as it is. To make one would wait for the device.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-            is_half = self.dtype in (torch.float16, torch.bfloat16)
-            if self.device.type != "cuda" or not is_half:
+            if not self.has_one_kernel:
                 inputs["rollout_lengths"] = counts
                 return inputs
         return inputs | self._kernel_inputs(counts)
@@ -200,7 +205,7 @@ def attend(
             value = _tokens_second(_Copied.apply(_tokens_first(value), rollout_keys))
         attended = _attend_part_by_part(module, query, key, value, rollout_lengths, **options)
     else:
-        attended = _attend_at_once(
+        attended = attend_at_once(
             query, key, value, rollout_keys, cu_seq_lens_q=cu_seq_lens_q, **options
         )
     if sequence_group is not None:
@@ -345,7 +350,7 @@ def _mask(
 # ----------------------------------------------------------------------------- one kernel, on GPUs
 
 
-def _attend_at_once(
+def attend_at_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_atropos.batches.attention_kernels import AttentionShape, watched_shapes
 from trl_atropos.batches.packed_attention import (
     ATTENTION,
     FLASH,
@@ -117,6 +118,17 @@ def why_unshared(model: Any, policy: PreTrainedModel, row_format: RowFormat) -> 
         return _why_not_alike(model, policy, sharing, rollouts, len(prompt))
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def attention_shapes(
+    model: Any, policy: PreTrainedModel, row_format: RowFormat
+) -> set[AttentionShape]:
+    """Returns the shapes of the attention in the layers of a model that can be packed."""
+    rollouts = _tokens(policy, row_format, TRIED)
+    with watched_shapes() as shapes:
+        _packed_logprobs(model, row_format, rollouts, prompt=1)
+    return shapes
 
 
 def longest_alike(config: PreTrainedConfig) -> float:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import Module
 from trl.trainer import grpo_trainer
 
-from trl_atropos.batches import numerics, packed_attention, trial
+from trl_atropos.batches import attention_kernels, numerics, packed_attention, trial
+from trl_atropos.batches.attention_kernels import AttentionShape
 from trl_atropos.batches.generation_batch import computed_tokens
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
@@ -123,6 +124,7 @@ class Computation:
             for model in models:
                 packed_attention.use_packed_attention(model)
             self.packs = self.how_packed()
+        self._use_attention_kernel()
         if self.packs is None:
             for model in models:
                 packed_attention.use_own_attention(model)
@@ -163,6 +165,25 @@ class Computation:
                 why_unshared,
             )
         return how._replace(shares=why_unshared is None)
+
+    def _use_attention_kernel(self) -> None:
+        """Has packed rows attended to by the kernel that `attention_kernel` names."""
+        trainer = self._trainer
+        wanted = trainer.args.attention_kernel
+        if self.packs is None or not self.packs.has_one_kernel:
+            is_named = wanted in attention_kernels.MODULES
+            if is_named and trainer.accelerator.is_main_process:
+                logger.warning(
+                    "`attention_kernel: %s` has no effect: it is for packed rollouts on a GPU in "
+                    "16 bits.",
+                    wanted,
+                )
+            return
+        shapes: set[AttentionShape] = set()
+        with trainer.accelerator.autocast():
+            for model in self._models():
+                shapes |= trial.attention_shapes(model, base_model(model), self.packs)
+        attention_kernels.use(wanted, shapes, self.packs.device, self.packs.dtype)
 
     @contextmanager
     def saving_memory(self, micro_batch: Batch) -> Iterator[None]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel
 
-from trl_atropos.batches import trial
+from trl_atropos.batches import attention_kernels, trial
 from trl_atropos.batches.sequence_parallel import require_shared_heads
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError
@@ -74,8 +74,11 @@ def require_trainable_model(trainer: Any) -> None:
             "The model is divided among several GPUs, as TRL does if a process sees more than one: "
             "set `CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
         )
+    on_gpu = trainer.accelerator.device.type == "cuda"
+    if on_gpu and trainer.args.attention_kernel in attention_kernels.MODULES:
+        attention_kernels.require_installed(trainer.args.attention_kernel)
     checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
-    if checkpointing.get("offload") and trainer.accelerator.device.type == "cpu":
+    if checkpointing.get("offload") and not on_gpu:
         raise ValueError(
             "`gradient_checkpointing_kwargs` has `offload`, which moves activations from a GPU to "
             "host memory, and the run has no GPU: remove it."

@@ -113,16 +113,14 @@ def offer_selective_checkpointing(policy: PreTrainedModel) -> None:
     policy.gradient_checkpointing_enable = enable_with_option
 
 
-def _keeps_attention(
-    context: Any, operator: torch._ops.OpOverload, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+def _keeps_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if is_attention(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def is_attention(operator: torch._ops.OpOverload) -> bool:
+def is_attention(operator: Any) -> bool:
     """Returns whether an operator computes attention: one of torch's, or of the library
     `flash-attn`, which gives its operators another namespace in each version."""
     name = operator.name()

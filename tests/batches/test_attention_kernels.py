@@ -1,0 +1,221 @@
+"""Kernels of other libraries, chosen by what they compute and how fast. No library is at hand whose
+kernels run on a CPU, so these tests give torch some: its dispatcher calls them as it calls those."""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn import attention
+from torch.nn.attention import _fa3, _fa4
+
+from tests.rollout_factory import make_trainer, step_logs, uniform_batch
+from trl_atropos.batches import attention_kernels, packed_attention
+from trl_atropos.batches.attention_kernels import TORCH, AttentionShape
+from trl_atropos.errors import RecipeError
+
+CPU = torch.device("cpu")
+PLAIN = AttentionShape(4, 2, 8, 8, None, 8**-0.5)
+WINDOWED = PLAIN._replace(window=70)
+SHAPES = {PLAIN, WINDOWED}
+OWN_FA = {"FA3": _fa3.register_flash_attention_fa3, "FA4": _fa4.register_flash_attention_fa4}
+
+
+def attend_exactly(query, key, value, cum_q, cum_k, is_causal, scale, left):
+    attended = []
+    window = None if left < 0 else left + 1
+    assert is_causal or window
+    for begin, end, first, last in zip(cum_q, cum_q[1:], cum_k, cum_k[1:]):
+        mask = packed_attention._mask(int(end - begin), int(last - first), window, CPU)
+        q, k, v = (
+            states.transpose(0, 1)[None]
+            for states in (query[begin:end], key[first:last], value[first:last])
+        )
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        attended.append(output[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+class Kernel(NamedTuple):
+    """A kernel's own departures from what is right."""
+
+    of_results: float = 0.0
+    of_gradients: float = 0.0
+    knows_windows: bool = True
+    error: str = ""
+
+
+class Dispatched:
+    """What torch computes by, and how often it did."""
+
+    def __init__(self):
+        self.active = Kernel()
+        self.calls = 0
+
+    def forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug, **options):
+        self.calls += 1
+        if self.active.error:
+            raise RuntimeError(self.active.error)
+        left = options["window_size_left"] if self.active.knows_windows else -1
+        causal = is_causal or not self.active.knows_windows
+        out = attend_exactly(q, k, v, cum_q, cum_k, causal, options["scale"], left)
+        out = out + self.active.of_results
+        lse = torch.zeros(q.size(1), q.size(0))
+        state = torch.zeros(2, dtype=torch.uint64)
+        return out, lse, state, torch.zeros((), dtype=torch.uint64), torch.zeros(0)
+
+    def backward(
+        self, gradient, q, k, v, out, lse, cum_q, cum_k, mq, mk, drop, is_causal, rng, x, **options
+    ):
+        self.calls += 1
+        # Below autograd, as a library's kernels are: so the derivatives are taken step by step.
+        states = [states.detach().requires_grad_() for states in (q, k, v)]
+        left = options["window_size_left"] if self.active.knows_windows else -1
+        causal = is_causal or not self.active.knows_windows
+
+        def attend(*states):
+            return attend_exactly(*states, cum_q, cum_k, causal, options["scale"], left)
+
+        _, gradients = torch.func.vjp(attend, *states)
+        return tuple(each + self.active.of_gradients for each in gradients(gradient))
+
+
+@pytest.fixture(scope="module")
+def dispatched():
+    """Gives the dispatcher kernels for the CPU, where it has none of its own."""
+    kernels = Dispatched()
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", kernels.forward, "CPU")
+    library.impl("_flash_attention_backward", kernels.backward, "CPU")
+    yield kernels
+    library._destroy()
+
+
+@pytest.fixture
+def install(dispatched, monkeypatch) -> Callable[..., None]:
+    """Installs kernels by the names of libraries."""
+    monkeypatch.setattr(attention_kernels, "TIMED", 64)
+    monkeypatch.setattr(attention_kernels, "MODULES", dict.fromkeys(OWN_FA, "no_such_module"))
+
+    def install(**kernels: Kernel) -> None:
+        for name, kernel in kernels.items():
+
+            def register(kernel=kernel):
+                dispatched.active = kernel
+                return Handle()
+
+            monkeypatch.setitem(attention_kernels.MODULES, name, "json")
+            attention.register_flash_attention_impl(name, register_fn=register)
+
+    class Handle:
+        def remove(self):
+            dispatched.active = Kernel()
+
+    yield install
+    attention_kernels.activate(TORCH)
+    for name, register in OWN_FA.items():
+        attention.register_flash_attention_impl(name, register_fn=register)
+
+
+def use(wanted: str) -> str | None:
+    attention_kernels.use(wanted, SHAPES, CPU, torch.float32)
+    return attention.current_flash_attention_impl()
+
+
+@pytest.fixture
+def slower(monkeypatch) -> Callable[[str, float], None]:
+    """Makes rows of a kernel take so many seconds: tests cannot rely on a machine's speed."""
+    seconds = {TORCH: 1.0}
+    monkeypatch.setattr(
+        attention_kernels, "seconds_of_row", lambda name, *_: seconds.get(name, 0.5)
+    )
+    return seconds.__setitem__
+
+
+def test_fastest_right_kernel_is_used(install, slower, caplog):
+    install(FA3=Kernel(), FA4=Kernel())
+    slower("FA3", 0.4)
+    with caplog.at_level(logging.INFO, "trl_atropos"):
+        assert use("auto") == "FA3"
+    assert "FA3 takes 0.40 times as long as torch's own" in caplog.text
+    slower("FA3", 2.0)
+    slower("FA4", 1.5)
+    assert use("auto") is None  # torch's own
+    assert use("FA4") == "FA4"  # since it is named
+    assert use("torch") is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (Kernel(of_results=1e-3), "ArithmeticError: its results are"),
+        (Kernel(of_gradients=1e-3), "ArithmeticError: its gradients of queries are"),
+        (Kernel(of_results=float("nan")), "ArithmeticError: its results are nan from"),
+        (Kernel(knows_windows=False), "ArithmeticError: its results are"),
+        (Kernel(error="unsupported head size"), "RuntimeError: unsupported head size"),
+    ],
+)
+def test_wrong_kernel_is_named_and_not_used(kernel, reason, install, slower, caplog):
+    install(FA4=kernel)
+    assert use("auto") is None
+    (line,) = [record.message for record in caplog.records if "FA4" in record.message]
+    assert f"FA4 is installed, but not used: {reason}" in line
+    with pytest.raises(RecipeError, match="`attention_kernel: FA4` is no choice for this model"):
+        use("FA4")
+
+
+def test_absent_kernel_is_refused_by_name_of_its_package(install):
+    install()
+    assert attention_kernels.installed() == []
+    with pytest.raises(RecipeError, match=r"pip install trl_atropos\[flash\]"):
+        attention_kernels.require_installed("FA4")
+    install(FA4=Kernel())
+    assert attention_kernels.installed() == ["FA4"]
+    attention_kernels.require_installed("FA4")
+
+
+def test_kernel_without_effect_is_named(tiny_model, tmp_path, caplog):
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        uniform_batch(tiny_model, 4, 4, 0),
+        attention_kernel="FA4",
+        per_device_train_batch_size=16,
+        max_steps=1,
+    )
+    trainer.train()
+    assert "`attention_kernel: FA4` has no effect" in caplog.text
+
+
+def test_run_trains_by_chosen_kernel(tiny_model, tmp_path, install, dispatched, monkeypatch):
+    """On the CPU, with what layers get on a GPU."""
+    install(FA4=Kernel())
+    settings = {"per_device_train_batch_size": 16, "max_steps": 2, "attention_kernel": "FA4"}
+    logs = []
+    for has_one_kernel in (False, True):
+        batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
+        monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", has_one_kernel)
+        dispatched.calls = 0
+        trainer = make_trainer(tiny_model, tmp_path / str(has_one_kernel), *batches, **settings)
+        trainer.train()
+        assert (dispatched.calls > 0) == has_one_kernel
+        active = "FA4" if has_one_kernel else None
+        assert attention.current_flash_attention_impl() == active
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
+    assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+def test_library_computes_as_torch_does(name):
+    """Of a model like Qwen3, and of one with windows."""
+    if name not in attention_kernels.installed():
+        pytest.skip(f"{name} is not installed")
+    device = torch.device("cuda")
+    for window in (None, 300):
+        shape = AttentionShape(16, 8, 128, 128, window, None)
+        attention_kernels.require_exact(name, shape, device, torch.bfloat16)
