@@ -36,7 +36,7 @@ CHOICES = {
     "weight_transport": ("auto", "nccl", "gloo", "memory"),
     "vllm_sleep_level": (1, 2),
     "numerics": NUMERICS,
-    "attention_kernel": ("auto", "torch", "FA3", "FA4"),
+    "attention_kernel": ("auto", "torch", "FA3", "FA4", "cudnn"),
 }
 # Least value of a setting, and what a message asks for. A default passes, even if it is `None`.
 LEAST = {
@@ -258,8 +258,9 @@ class AtroposGRPOConfig(GRPOConfig):
             branches of an episode share. By default wherever the model allows it.
         attention_kernel (`str`, *optional*, defaults to `"auto"`):
             What attends to packed rollouts on a GPU in 16 bits: `"torch"` (FlashAttention 2, which
-            torch comes with), `"FA3"` (the package `flash-attn-3`), `"FA4"` (`flash-attn-4`), or
-            with `"auto"` the fastest of those that are installed and right.
+            torch comes with), `"FA3"` (the package `flash-attn-3`), `"FA4"` (`flash-attn-4`), with
+            `"auto"` the fastest of those that are installed and right, or `"cudnn"`, which attends
+            to rollouts of thousands of tokens one after the other.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.

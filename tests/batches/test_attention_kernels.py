@@ -5,13 +5,14 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import attention
 from torch.nn.attention import _fa3, _fa4
 
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
-from trl_atropos.batches import attention_kernels, packed_attention
+from trl_atropos.batches import attention_kernels, long_attention, packed_attention
 from trl_atropos.batches.attention_kernels import TORCH, AttentionShape
 from trl_atropos.errors import RecipeError
 
@@ -120,9 +121,11 @@ def install(dispatched, monkeypatch) -> Callable[..., None]:
         attention.register_flash_attention_impl(name, register_fn=register)
 
 
-def use(wanted: str) -> str | None:
-    attention_kernels.use(wanted, SHAPES, CPU, torch.float32)
-    return attention.current_flash_attention_impl()
+def use(wanted: str) -> str:
+    used = attention_kernels.use(wanted, SHAPES, CPU, torch.float32)
+    library = used if used in attention_kernels.MODULES else None
+    assert attention.current_flash_attention_impl() == library
+    return used
 
 
 @pytest.fixture
@@ -143,9 +146,9 @@ def test_fastest_right_kernel_is_used(install, slower, caplog):
     assert "FA3 takes 0.40 times as long as torch's own" in caplog.text
     slower("FA3", 2.0)
     slower("FA4", 1.5)
-    assert use("auto") is None  # torch's own
+    assert use("auto") == "torch"
     assert use("FA4") == "FA4"  # since it is named
-    assert use("torch") is None
+    assert use("torch") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_fastest_right_kernel_is_used(install, slower, caplog):
 )
 def test_wrong_kernel_is_named_and_not_used(kernel, reason, install, slower, caplog):
     install(FA4=kernel)
-    assert use("auto") is None
+    assert use("auto") == "torch"
     (line,) = [record.message for record in caplog.records if "FA4" in record.message]
     assert f"FA4 is installed, but not used: {reason}" in line
     with pytest.raises(RecipeError, match="`attention_kernel: FA4` is no choice for this model"):
@@ -208,14 +211,53 @@ def test_run_trains_by_chosen_kernel(tiny_model, tmp_path, install, dispatched, 
     assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
 
 
+@pytest.mark.parametrize(
+    ("length", "padded"), [(1, 64), (64, 64), (4097, 4352), (40_000, 40_960), (65_536, 65_536)]
+)
+def test_few_lengths_are_planned(length, padded):
+    assert long_attention.padded_length(length) == padded
+
+
+def test_long_rollouts_are_computed_in_turn(tiny_model, tmp_path, dispatched, monkeypatch):
+    """On the CPU, where torch chooses another backend, with rollouts that are called long."""
+    monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", True)
+    monkeypatch.setattr(long_attention, "LONG", 16)
+    monkeypatch.setattr(attention_kernels, "TIMED", 64)
+    lengths = []
+
+    def attend_in_turn(query, key, value, sizes, scaling):
+        lengths.append(sizes.tolist())
+        return long_attention.attend_in_turn(query, key, value, sizes, scaling)
+
+    monkeypatch.setattr(packed_attention, "attend_in_turn", attend_in_turn)
+    settings = {"per_device_train_batch_size": 16, "max_steps": 2}
+    logs = []
+    for kernel in ("torch", "cudnn"):
+        batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
+        trainer = make_trainer(
+            tiny_model, tmp_path / kernel, *batches, attention_kernel=kernel, **settings
+        )
+        trainer.train()
+        assert trainer.computation.packs.long_in_turn == bool(lengths) == (kernel == "cudnn")
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
+    assert min(map(np.mean, lengths)) >= 16
+    assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
+
+
+def test_windows_are_refused_with_cudnn(dispatched):
+    with pytest.raises(RecipeError, match="it knows no windows, which some layers have"):
+        attention_kernels.use("cudnn", SHAPES, CPU, torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["FA3", "FA4"])
-def test_library_computes_as_torch_does(name):
+@pytest.mark.parametrize("name", ["FA3", "FA4", "cudnn"])
+def test_kernel_computes_as_torch_does(name):
     """Of a model like Qwen3, and of one with windows."""
-    if name not in attention_kernels.installed():
+    if name not in (*attention_kernels.installed(), "cudnn"):
         pytest.skip(f"{name} is not installed")
     device = torch.device("cuda")
-    for window in (None, 300):
+    windows = [None] if name == "cudnn" else [None, 300]
+    for window in windows:
         shape = AttentionShape(16, 8, 128, 128, window, None)
         attention_kernels.require_exact(name, shape, device, torch.bfloat16)

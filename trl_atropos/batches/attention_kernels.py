@@ -21,6 +21,7 @@ from torch.nn import attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_atropos.batches.long_attention import attend_in_turn
 from trl_atropos.batches.packed_attention import ATTENTION, attend, attend_at_once
 from trl_atropos.batches.sequence_parallel import RankHeads
 from trl_atropos.distributed import on_main
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 TORCH = "torch"  # FlashAttention 2, which torch comes with
+CUDNN = "cudnn"  # for long rollouts (`long_attention.py`)
 # The libraries that torch knows by these names, as it imports them, and as they are installed.
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 INSTALLATION = {
@@ -42,7 +44,7 @@ WIDEST_TRIED = 4096  # tokens: one more part of the trial is longer than any win
 TIMED = 16_384  # tokens of a row
 TIMED_RUNS = 3
 # The bound of FlashAttention's own tests: a kernel may be this many times as far from float32 as
-# another one in the same dtype.
+# another one in the same dtype, or as the rounding of its largest result.
 TIMES_AS_FAR = 2.0
 
 
@@ -97,11 +99,16 @@ class Row(NamedTuple):
         }
         return cls((query, key, value), counts, options)
 
-    def attended(self) -> list[Tensor]:
-        """Returns what the active kernel computes, and the gradients of queries, keys and values
-        if that is squared and added up."""
-        output = attend_at_once(*self.states, None, **self.options)
-        return [output.detach(), *torch.autograd.grad(output.square().sum(), self.states)]
+    def attended(self, name: str) -> list[Tensor]:
+        """Returns what a kernel computes, and the gradients of queries, keys and values if that is
+        squared and added up."""
+        with activated(name):
+            if name == CUDNN:
+                output = attend_in_turn(*self.states, self.counts[0], self.options["scaling"])
+            else:
+                output = attend_at_once(*self.states, None, **self.options)
+            gradients = torch.autograd.grad(output.square().sum(), self.states)
+        return [output.detach(), *gradients]
 
     def attended_exactly(self) -> list[Tensor]:
         """Returns the same by torch's attention in float32, part by part."""
@@ -160,8 +167,9 @@ def activated(name: str) -> Iterator[None]:
 
 
 def activate(name: str) -> None:
-    """Has torch compute by this kernel from now on, in the whole process."""
-    if name != TORCH:
+    """Has torch compute by this library from now on, in the whole process; by its own kernels, if
+    it is none."""
+    if name in MODULES:
         attention.activate_flash_attention_impl(name)
     elif attention.current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()
@@ -169,22 +177,20 @@ def activate(name: str) -> None:
 
 def use(
     wanted: str, shapes: Collection[AttentionShape], device: torch.device, dtype: torch.dtype
-) -> None:
+) -> str:
     """
-    Has packed rows attended to by the kernel that a run wants. Call this on every rank: all of them
-    use what rank 0 found. Raises `RecipeError` if that kernel is wrong.
+    Has packed rows attended to by the kernel that a run wants, and returns its name. Call this on
+    every rank: all of them use what rank 0 found. Raises `RecipeError` if that kernel is wrong.
 
     Args:
         wanted: a kernel's name; `"auto"` = the fastest of those that are installed and right.
         shapes: of the models' layers.
         device, dtype: of the rows.
     """
-    if wanted == TORCH:
-        activate(TORCH)
-        return
     names = installed() if wanted == AUTO else [wanted]
-    if not names:
-        return
+    if names in ([], [TORCH]):
+        activate(TORCH)
+        return TORCH
     trials = on_main(partial(try_kernels, names, sorted(shapes, key=str), device, dtype))
     if wanted in trials.reasons:
         raise RecipeError(
@@ -196,8 +202,11 @@ def use(
     if PartialState().is_main_process:
         for name, reason in trials.reasons.items():
             logger.warning("The attention kernel %s is installed, but not used: %s.", name, reason)
-    chosen = min(trials.times, key=trials.times.__getitem__) if wanted == AUTO else wanted
+    chosen = wanted
+    if wanted == AUTO:
+        chosen = min(trials.times, key=trials.times.__getitem__)
     activate(chosen)
+    return chosen
 
 
 class Trials(NamedTuple):
@@ -240,13 +249,16 @@ def require_exact(
 ) -> None:
     """Raises `ArithmeticError` if this kernel is farther from float32 than torch's own may be."""
     parts = list(TRIED)
+    if name == CUDNN:
+        if shape.window is not None:
+            raise NotImplementedError("it knows no windows, which some layers have")
+        parts = [(keys, keys) for _, keys in TRIED]
     if shape.window is not None and shape.window <= WIDEST_TRIED:
         parts.append((shape.window + 8, shape.window + 8))
     row = Row.of(shape, parts, device, dtype)
     exact = row.attended_exactly()
-    own = row.attended()
-    with activated(name):
-        others = row.attended()
+    own = row.attended(TORCH)
+    others = row.attended(name)
     for what, expected, mine, other in zip(
         ("results", "gradients of queries", "gradients of keys", "gradients of values"),
         exact,
@@ -254,7 +266,8 @@ def require_exact(
         others,
         strict=True,
     ):
-        bound = TIMES_AS_FAR * _distance(mine, expected)
+        rounding = torch.finfo(dtype).eps * expected.abs().max().item()
+        bound = TIMES_AS_FAR * max(_distance(mine, expected), rounding)
         distance = _distance(other, expected)
         if not distance <= bound:  # NaN is not, either
             raise ArithmeticError(
@@ -273,15 +286,14 @@ def seconds_of_row(
     fastest of a few."""
     row = Row.of(shape, [(TIMED, TIMED)], device, dtype)
     wait: Callable[[], None] = partial(torch.get_device_module(device).synchronize)
-    with activated(name):
-        row.attended()  # some kernels are compiled when they are first used
-        durations = []
-        for _ in range(TIMED_RUNS):
-            wait()
-            began = time.perf_counter()
-            row.attended()
-            wait()
-            durations.append(time.perf_counter() - began)
+    row.attended(name)  # some kernels are compiled when they are first used
+    durations = []
+    for _ in range(TIMED_RUNS):
+        wait()
+        began = time.perf_counter()
+        row.attended(name)
+        wait()
+        durations.append(time.perf_counter() - began)
     return min(durations)
 
 

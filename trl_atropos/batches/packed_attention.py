@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trl_atropos.batches.long_attention import are_long, attend_in_turn
 from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
 
 # `attn_implementation` of a packed model. It computes any other input as `sdpa` does.
@@ -54,6 +55,7 @@ class RowFormat(NamedTuple):
     shares: bool = False  # prompts among rollouts
     # ranks that divide the row; None = this one has all of it
     sequence_group: SequenceGroup | None = None
+    long_in_turn: bool = False  # long rollouts that share nothing are computed one after the other
 
     @classmethod
     def of(
@@ -111,7 +113,10 @@ class RowFormat(NamedTuple):
         if self.attention == ATTENTION:
             # A mask of four dimensions is taken as it is. To make one would wait for the device.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-            if not self.has_one_kernel:
+            in_turn = self.long_in_turn and "rollout_keys" not in inputs and are_long(lengths)
+            if in_turn:
+                inputs["in_turn"] = True
+            if in_turn or not self.has_one_kernel:
                 inputs["rollout_lengths"] = counts
                 return inputs
         return inputs | self._kernel_inputs(counts)
@@ -168,6 +173,7 @@ def attend(
     rollout_lengths: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     sequence_group: SequenceGroup | None = None,
+    in_turn: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -185,6 +191,7 @@ def attend(
             finds `cu_seq_lens_k`, `max_length_q` and `max_length_k` among the options.
         sequence_group: ranks that divide the row. Then T is the length of this rank's slice, and
             all lengths, borders and places are those of the whole row.
+        in_turn: rollouts are long, and each is computed by a kernel of its own.
 
     Returns:
         (1, T, heads, head_dim), and no weights.
@@ -199,7 +206,10 @@ def attend(
     if sequence_group is not None:
         query, key, value = sequence_group.by_heads(query, key, value)
         module = RankHeads(query.size(1) // key.size(1))
-    if rollout_lengths is not None:
+    if in_turn:
+        lengths_of_queries = rollout_lengths[0]
+        attended = attend_in_turn(query, key, value, lengths_of_queries, options.get("scaling"))
+    elif rollout_lengths is not None:
         if rollout_keys is not None:
             key = _tokens_second(_Copied.apply(_tokens_first(key), rollout_keys))
             value = _tokens_second(_Copied.apply(_tokens_first(value), rollout_keys))

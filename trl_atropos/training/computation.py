@@ -23,7 +23,7 @@ from torch.nn import Module
 from trl.trainer import grpo_trainer
 
 from trl_atropos.batches import attention_kernels, numerics, packed_attention, trial
-from trl_atropos.batches.attention_kernels import AttentionShape
+from trl_atropos.batches.attention_kernels import AUTO, CUDNN, TORCH, AttentionShape
 from trl_atropos.batches.generation_batch import computed_tokens
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
@@ -171,8 +171,7 @@ class Computation:
         trainer = self._trainer
         wanted = trainer.args.attention_kernel
         if self.packs is None or not self.packs.has_one_kernel:
-            is_named = wanted in attention_kernels.MODULES
-            if is_named and trainer.accelerator.is_main_process:
+            if wanted not in (AUTO, TORCH) and trainer.accelerator.is_main_process:
                 logger.warning(
                     "`attention_kernel: %s` has no effect: it is for packed rollouts on a GPU in "
                     "16 bits.",
@@ -183,7 +182,8 @@ class Computation:
         with trainer.accelerator.autocast():
             for model in self._models():
                 shapes |= trial.attention_shapes(model, base_model(model), self.packs)
-        attention_kernels.use(wanted, shapes, self.packs.device, self.packs.dtype)
+        used = attention_kernels.use(wanted, shapes, self.packs.device, self.packs.dtype)
+        self.packs = self.packs._replace(long_in_turn=used == CUDNN)
 
     @contextmanager
     def saving_memory(self, micro_batch: Batch) -> Iterator[None]:
