@@ -46,6 +46,7 @@ class Kernel(NamedTuple):
     of_results: float = 0.0
     of_gradients: float = 0.0
     knows_windows: bool = True
+    too_wide: int = 0  # tokens, of windows
     error: str = ""
 
 
@@ -56,12 +57,18 @@ class Dispatched:
         self.active = Kernel()
         self.calls = 0
 
+    def window(self, left: int, is_causal: bool) -> tuple[int, bool]:
+        if not self.active.knows_windows:
+            return -1, True
+        if left >= 0:
+            left += self.active.too_wide
+        return left, is_causal
+
     def forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug, **options):
         self.calls += 1
         if self.active.error:
             raise RuntimeError(self.active.error)
-        left = options["window_size_left"] if self.active.knows_windows else -1
-        causal = is_causal or not self.active.knows_windows
+        left, causal = self.window(options["window_size_left"], is_causal)
         out = attend_exactly(q, k, v, cum_q, cum_k, causal, options["scale"], left)
         out = out + self.active.of_results
         lse = torch.zeros(q.size(1), q.size(0))
@@ -74,8 +81,7 @@ class Dispatched:
         self.calls += 1
         # Below autograd, as a library's kernels are: so the derivatives are taken step by step.
         states = [states.detach().requires_grad_() for states in (q, k, v)]
-        left = options["window_size_left"] if self.active.knows_windows else -1
-        causal = is_causal or not self.active.knows_windows
+        left, causal = self.window(options["window_size_left"], is_causal)
 
         def attend(*states):
             return attend_exactly(*states, cum_q, cum_k, causal, options["scale"], left)
@@ -158,6 +164,7 @@ def test_fastest_right_kernel_is_used(install, slower, caplog):
         (Kernel(of_gradients=1e-3), "ArithmeticError: its gradients of queries are"),
         (Kernel(of_results=float("nan")), "ArithmeticError: its results are nan from"),
         (Kernel(knows_windows=False), "ArithmeticError: its results are"),
+        (Kernel(too_wide=1), "ArithmeticError: its results are"),
         (Kernel(error="unsupported head size"), "RuntimeError: unsupported head size"),
     ],
 )
@@ -209,6 +216,14 @@ def test_run_trains_by_chosen_kernel(tiny_model, tmp_path, install, dispatched, 
         assert attention.current_flash_attention_impl() == active
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
     assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
+
+
+def test_wider_window_is_seen_in_16_bits(install, slower):
+    install(FA4=Kernel(too_wide=1))
+    shape = WINDOWED._replace(window=300)
+    attention_kernels.require_exact("torch", shape, CPU, torch.bfloat16)
+    with pytest.raises(ArithmeticError, match="its results are"):
+        attention_kernels.require_exact("FA4", shape, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
