@@ -468,6 +468,16 @@ def test_offloaded_checkpoints_are_in_host_memory(large, tmp_path):
     assert fewer.items["activations"] > offloaded.items["activations"]
 
 
+def test_selective_checkpoints_keep_results_of_attention(large, tmp_path):
+    settings = {"gradient_checkpointing": True, "vllm_args": ["--max-model-len", "32768"]}
+    usual = on_gpus(tmp_path, large, **settings).trainer.items["activations"]
+    settings["gradient_checkpointing_kwargs"] = {"selective": True}
+    selective = on_gpus(tmp_path, large, **settings).trainer.items["activations"]
+    heads, head_dim = 32, 128
+    of_layer = 32768 * heads * (head_dim * 2 + 4)  # bytes: bfloat16, and a float32 for its backward
+    assert selective - usual == (LAYERS - 1) * of_layer  # one is there in both, at the peak
+
+
 def test_ddp_buckets_are_those_of_torch(large, tmp_path):
     """Each holds the gradients of its parameters once more."""
     store = torch.distributed.HashStore()
