@@ -382,6 +382,23 @@ def test_copied_keys_are_not_kept(compiled, policy, monkeypatch):
         torch.testing.assert_close(mine, other)
 
 
+def test_masks_are_made_once_for_all_layers_of_a_row(policy, monkeypatch):
+    made = []
+
+    def mask(*arguments):
+        made.append(arguments[:3])
+        return mask_of_parts(*arguments)
+
+    mask_of_parts = packed_attention._mask
+    monkeypatch.setattr(packed_attention, "_mask", mask)
+    ids, mask_of_rows = padded_alike(policy.config.vocab_size - 1)
+    row_format = row_format_of(policy)._replace(shares=True)
+    for rows in (1, 2):  # the same rollouts in a row of its own: nothing of the first one is kept
+        score_all(policy, ids, mask_of_rows, [slice(0, 5)], row_format)[0].sum().backward()
+        assert len(made) == rows * len(set(made)) > 1
+    assert policy.config.num_hidden_layers > 1
+
+
 def test_shared_prompt_gradient_adds_in_float32(policy):
     """With queries of 0, all keys that a token sees have the same weight."""
     count = 2000

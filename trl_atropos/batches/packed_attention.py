@@ -290,6 +290,7 @@ def _attend_part_by_part(
     """Attends to each part of the row by itself. Parts of the same lengths that stand side by side
     are one batch."""
     batches = _batches(lengths)
+    masks = _Masks.of_row(lengths, query.device)
     query_sizes = [batch.queries * batch.count for batch in batches]
     key_sizes = [batch.keys * batch.count for batch in batches]
     queries = query.split(query_sizes, dim=2)
@@ -302,7 +303,7 @@ def _attend_part_by_part(
             _stacked(q, batch.count),
             _stacked(k, batch.count),
             _stacked(v, batch.count),
-            _mask(batch.queries, batch.keys, sliding_window, query.device),
+            masks.of(batch.queries, batch.keys, sliding_window),
             **options,
         )
         attended.append(output.flatten(0, 1))
@@ -333,6 +334,32 @@ def _stacked(states: Tensor, count: int) -> Tensor:
     """Returns states (1, heads, count * length, head_dim) as (count, heads, length, head_dim)."""
     parts = states[0].unflatten(1, (count, -1))  # (heads, count, length, head_dim)
     return parts.transpose(0, 1)
+
+
+class _Masks:
+    """Keeps the masks of the last row: all its layers have the same, in the backward pass, too."""
+
+    _last: "_Masks | None" = None
+
+    def __init__(self, lengths: Tensor, device: torch.device):
+        self._lengths = lengths
+        self._device = device
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    @classmethod
+    def of_row(cls, lengths: Tensor, device: torch.device) -> "_Masks":
+        """Returns those of the row whose parts have these lengths, as long as the same tensor holds
+        them."""
+        last = cls._last
+        if last is None or last._lengths is not lengths or last._device != device:
+            cls._last = cls(lengths, device)
+        return cls._last
+
+    def of(self, num_queries: int, num_keys: int, sliding_window: int | None) -> Tensor | None:
+        key = (num_queries, num_keys, sliding_window)
+        if key not in self._masks:
+            self._masks[key] = _mask(num_queries, num_keys, sliding_window, self._device)
+        return self._masks[key]
 
 
 def _mask(
