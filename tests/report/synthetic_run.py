@@ -225,6 +225,8 @@ def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Rollout]) 
         "speed/sampled_tokens_per_second": 4800.0,
         "time/step": wait + compute + 0.47,
         "environment/tools/train/calls": float(step % 5),
+        "environment/tools/episodes/ended": 60.0,
+        "environment/tools/episodes/timeout": 4.0,
         "sessions/opened": 64.0,
         "sessions/ended_deleted": 63.0,
         "sessions/ended_deadline": 1.0,

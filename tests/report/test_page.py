@@ -353,6 +353,7 @@ def test_sessions_are_counted_by_reason(page):
         "Ended, by reason",
         "Tokens that the trainer cannot recompute, by reason",
         "Requests refused, by reason",
+        "Episodes of tools, by outcome",
     ]
     tables = page.evaluate(texts_of("#session-tables table"))
     assert tables[0] == f"opened{64 * STEPS:,}calls{200 * STEPS:,}tokens sampled{10_000 * STEPS:,}"
@@ -360,6 +361,7 @@ def test_sessions_are_counted_by_reason(page):
     marked = 100 * len(range(0, STEPS, 3))
     assert tables[2] == f"temperature_0{marked:,} (0.3 % of those sampled)"
     assert tables[3] == f"calls_at_a_time{2 * STEPS}"
+    assert tables[4] == f"ended{60 * STEPS:,}timeout{4 * STEPS}"
     charts = page.evaluate(texts_of("#charts figcaption strong"))
     assert any(title.startswith("Sessions") for title in charts)
 

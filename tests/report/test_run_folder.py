@@ -25,6 +25,7 @@ from trl_atropos.report.run_folder import (
     Fate,
     ReportError,
     advantages,
+    episode_counts,
     read_run,
     rollouts_of,
     series,
@@ -195,10 +196,12 @@ def test_counts_of_sessions_are_those_of_the_whole_run(tmp_path):
     folder.begin()
     for step in range(1, 6):
         logs = {"sessions/tokens": 10.0, "sessions/ended_silence": float(step == 2), "loss": 1.0}
+        logs |= {"environment/b/episodes/ended": 3.0, "environment/a/train/episodes": 1.0}
         folder.log.write(step=step, logs=logs)
     folder.begin(4)
     run = read_run(tmp_path)
     assert session_counts(run) == {"ended_silence": 1, "tokens": 40}
+    assert episode_counts(run) == {"b": {"ended": 12}}
     assert series(run, limit=1)["sessions/tokens"] == [[4], [10.0]]
     run.logs = {}
     assert session_counts(run) == {}

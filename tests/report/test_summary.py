@@ -6,7 +6,7 @@ import pytest
 
 from tests.rollouts.conftest import admitted, make_group
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.report.summary import closing_lines, evaluation_lines
+from trl_atropos.report.summary import closing_lines, evaluation_lines, write_summary
 from trl_atropos.services.evaluation_results import Result, measures
 
 
@@ -24,11 +24,28 @@ def test_absent_probe_is_not_called_zero(tmp_path, probe, told, replayed, title)
     assert any(title in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("batches", "first", "last"),
+    [(1, "first batch 0.000", "last batch 0.000"), (5, "first 2 batches 0.500", "2 batches 3.500")],
+)
+def test_start_and_end_of_short_run_are_apart(batches, first, last, tmp_path):
+    log = RunLog(tmp_path)
+    log.rewards = [float(number) for number in range(batches)]
+    summary = write_summary(str(tmp_path), log, batches, None, 3.0, [])
+    (line,) = [
+        line
+        for line in closing_lines(summary, log, str, "curve.png", False, [])
+        if line.startswith("Mean reward")
+    ]
+    assert first in line and last in line
+
+
 @pytest.mark.parametrize("resumed_at", [0, 6])
 def test_numbers_since_last_start_are_called_so(tmp_path, resumed_at):
     summary = {"reward_first": 0.25, "reward_last": 0.5, "probe_max_abs_diff": None, "wall_s": 3.0}
     log = RunLog(tmp_path)
     log.resumed_at = resumed_at
+    log.rewards = [0.25] * 20
     lines = closing_lines(summary, log, str, "curve.png", False, [])
     since = " since step 6" if resumed_at else ""
     assert lines[1:] == [

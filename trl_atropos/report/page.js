@@ -36,7 +36,8 @@ function showStatus(data) {
 }
 
 function showTiles(data) {
-  const reward = data.metrics.reward && smoothed(data.metrics.reward[1]), books = data.books;
+  const rewards = rewardSeries(data), logged = curve(data, "reward"); // of each batch, if there is one environment
+  const reward = rewards.length === 1 ? rewards[0].smooth : logged && smoothed(logged.values), books = data.books;
   const dropped = books ? Object.entries(books.dropped).reduce((sum, [reason, count]) => sum + (reason === "joined" ? 0 : count), books.lost_with_api) : null;
   const speed = (name) => (data.metrics[name] ? Math.round(median(data.metrics[name][1])).toLocaleString("en") : null);
   const trained = speed("speed/trained_tokens_per_second"), sampled = speed("speed/sampled_tokens_per_second");
@@ -242,7 +243,9 @@ function showSessions(data) {
     ...rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)))))) : null);
   document.getElementById("session-tables").append(...[table("All", written(all)), table("Ended, by reason", written(by("ended_"))),
     table("Tokens that the trainer cannot recompute, by reason", by("marked_").map(([name, value]) => [name, share(value)])),
-    table("Requests refused, by reason", written(by("refused_")))].filter(Boolean));
+    table("Requests refused, by reason", written(by("refused_"))),
+    ...Object.entries(data.episodes).map(([environment, outcomes]) => table(`Episodes of ${environment}, by outcome`,
+      written(Object.entries(outcomes).filter(([, value]) => value).sort(([, a], [, b]) => b - a))))].filter(Boolean));
 }
 
 function showRollouts(data) {

@@ -23,10 +23,12 @@ from pyarrow import feather
 from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RolloutError
 from trl_atropos.protocol import SESSION_METRICS
+from trl_atropos.rollouts.reward_parts import ENVIRONMENT
 from trl_atropos.rollouts.rollout import Rollout, normalised, staleness
 from trl_atropos.rollouts.spool import META, FileHeader, read_header, read_rollouts
 
 LOG = "run_log.jsonl"
+EPISODE_COUNTS = "/episodes/"  # between an environment's name and what became of an episode
 
 
 class ReportError(AtroposTrainingError):
@@ -156,6 +158,19 @@ def session_counts(run: Run) -> dict[str, int]:
             if name.startswith(SESSION_METRICS):
                 counts[name.removeprefix(SESSION_METRICS)] += round(value)
     return dict(sorted(counts.items()))
+
+
+def episode_counts(run: Run) -> dict[str, dict[str, int]]:
+    """Returns what became of the episodes of agents and of tasksets of verifiers, by environment:
+    `{"agent": {"ended": 75, "timeout": 5}}`."""
+    counts: dict[str, Counter[str]] = {}
+    for logged in run.logs.values():
+        for name, value in logged.items():
+            environment, is_count, outcome = name.partition(EPISODE_COUNTS)
+            if is_count and environment.startswith(ENVIRONMENT):
+                environment = environment.removeprefix(ENVIRONMENT)
+                counts.setdefault(environment, Counter())[outcome] += round(value)
+    return {environment: dict(counts[environment]) for environment in sorted(counts)}
 
 
 def series(run: Run, limit: int) -> dict[str, Any]:

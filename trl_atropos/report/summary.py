@@ -17,7 +17,8 @@ from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.evaluation_results import Result
 from trl_atropos.terminal import columns, cut
 
-WINDOW = 10  # batches whose mean is the reward at the start and at the end
+# batches whose mean is the reward at the start and at the end, but no more than half of them
+WINDOW = 10
 CURVE = "reward_curve.png"
 WIDTH_OF_FILE = 400  # characters of a sample, if stdout is no terminal
 
@@ -35,10 +36,11 @@ def write_summary(
     for result in evaluations:
         entry = {"name": result.name, "step": result.step}
         results.append(entry | result.metrics)
+    window = _batches_of_mean(log.rewards)
     summary = {
         "steps": steps,
-        "reward_first": _mean(log.rewards[:WINDOW]),
-        "reward_last": _mean(log.rewards[-WINDOW:]),
+        "reward_first": _mean(log.rewards[:window]),
+        "reward_last": _mean(log.rewards[-window:]),
         "probe_max_abs_diff": probe_difference,
         "wall_s": round(wall_s, 2),
         "evaluations": results,
@@ -47,6 +49,11 @@ def write_summary(
     content = json.dumps(summary, indent=1).encode()
     write_file(Path(output_dir, "summary.json"), content, sync=False)
     return summary
+
+
+def _batches_of_mean(rewards: Sequence[float]) -> int:
+    """Returns how many batches are the start of a run, and how many its end: 2 of 5, 10 of 300."""
+    return max(1, min(WINDOW, len(rewards) // 2))
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -131,9 +138,9 @@ def closing_lines(
     lines += _sample_lines(last_title, log.last_rollouts, decode)
     first = summary["reward_first"]
     last = summary["reward_last"]
-    lines.append(
-        f"Mean reward{since}: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}"
-    )
+    window = _batches_of_mean(log.rewards)
+    batches = "batch" if window == 1 else f"{window} batches"
+    lines.append(f"Mean reward{since}: first {batches} {first:.3f}, last {batches} {last:.3f}")
     for line in evaluation_lines(evaluations):
         lines.append(f"Evaluated {line}")
     # between the log-probabilities of server and trainer; None if no probe ran
