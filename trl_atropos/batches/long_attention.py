@@ -46,15 +46,11 @@ def attend_in_turn(
     Returns:
         (1, T, heads, head_dim).
     """
-    # Not every version of cuDNN's kernel has fewer heads of keys than of queries.
-    repeats = query.size(1) // key.size(1)
     sizes = lengths.tolist()
-    queries = query.split(sizes, dim=2)
-    keys = key.repeat_interleave(repeats, dim=1).split(sizes, dim=2)
-    values = value.repeat_interleave(repeats, dim=1).split(sizes, dim=2)
+    parts = (states.split(sizes, dim=2) for states in (query, key, value))
     attended = []
     with sdpa_kernel(BACKENDS, set_priority=True):
-        for states in zip(queries, keys, values, strict=True):
+        for states in zip(*parts, strict=True):
             attended.append(_attend(*states, scaling))
     return torch.cat(attended, dim=2).transpose(1, 2)
 
@@ -66,7 +62,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     missing = padded_length(length) - length
     if missing:
         query, key, value = (pad(states, (0, 0, 0, missing)) for states in (query, key, value))
-    attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    attended = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
     return attended[:, :, :length]
 
 
