@@ -31,9 +31,11 @@ from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
+from trl_atropos.check.disk import disk
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Case, Launch, case_of, plan_of
-from trl_atropos.check.memory import _head_bytes, disk, smallest_cache, state_bytes
+from trl_atropos.check.memory import smallest_cache, state_bytes
+from trl_atropos.check.shadow import _head_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 

@@ -127,6 +127,14 @@ class Plan:
         """Processes among which the optimizer's state is divided."""
         return 1 if self.sharding == "none" else self.processes
 
+    @property
+    def divides_gradients(self) -> bool:
+        return self.sharding in ("zero2", "zero3", "fsdp")
+
+    @property
+    def divides_weights(self) -> bool:
+        return self.sharding in ("zero3", "fsdp")
+
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
     """Returns the plan of a run, or `None` if it is for a GPU of which nothing is known: none is
