@@ -125,6 +125,8 @@ class Estimate:
             unit = "device"
             memory = "the device"
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
+        if plan.sp_size > 1:
+            size += f", a slice of {case.slice_length} in each"
         lines = [f"Peak memory per {unit} in GiB, estimated ({size}):"]
         lines += _process_lines(f"trainer, in {self.trainer.when}", self.trainer)
         subject = "the trainer"

@@ -1,14 +1,11 @@
 """Finds what is wrong with the services and environments of a recipe.
 
 `services` looks for room for those that the run starts, and asks those that answer already.
-`lengths` compares numbers of tokens. `environments` looks at the Python, the code and the stated
-settings of each environment, but not at what the run itself writes for it. `check/__init__.py`
-calls the three.
+`environments` looks at the Python, the code and the stated settings of each environment, but not at
+what the run itself writes for it. `check/__init__.py` calls both.
 """
 
-import ast
 import contextlib
-import math
 import os
 import socket
 import subprocess
@@ -19,30 +16,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.agents.agent_tasks import lines_of
-from trl_atropos.check.launch import Case, Launch, plan_of, refused
+from trl_atropos.check.launch import Launch, plan_of, refused
 from trl_atropos.check.scripts import ask_python, mistakes
 from trl_atropos.check.settings import requirements
 from trl_atropos.environment_kinds import FUNCTION, PLACEHOLDER, AgentEntry
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
+from trl_atropos.flags import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.environment_source import parse_script, reshaping_requests
+from trl_atropos.services.environment_source import reshaping_requests
 from trl_atropos.services.manager import (
     port_of,
     require_free_port,
     require_shared_memory,
     require_sockets,
 )
-from trl_atropos.weights.model_setup import num_positions
 
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
 ANSWER = 5.0  # seconds
-LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's variable
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
@@ -110,114 +105,6 @@ def _answers(url: str) -> bool:
         socket.create_connection(address, timeout=CONNECT).close()
         return True
     return False
-
-
-# ------------------------------------------------------------------------------------------ lengths
-
-
-def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
-    """Yields what is longer than the server, the model or the trainer takes, in tokens."""
-    starts = recipe.services.start_vllm and case.flags is not None
-    longest = recipe.training.max_sequence_length
-    served = math.inf  # the flags of a server that runs already are not known
-    if starts:
-        served = case.max_model_len
-    limit = min(served, longest or math.inf)
-    if longest and longest > served:
-        what = "The server samples shorter rollouts than the trainer is to take"
-        seen = f"max_sequence_length: {longest}, --max-model-len {served}"
-        fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
-        yield Finding(what, seen, fix, "sequence-length")
-    positions = num_positions(case.config)
-    if starts and served > positions and os.environ.get(LONGER, "0") != "1":
-        what = (
-            "The server is to take longer rollouts than the model was made for, and vLLM will "
-            "not start"
-        )
-        seen = f"--max-model-len {served}, max_position_embeddings: {positions:.0f}"
-        fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
-        yield Finding(what, seen, fix, "model-length")
-    wrong_divisor = list(_divisor(recipe))
-    yield from wrong_divisor
-    completion = recipe.training.max_completion_length
-    default = type(recipe.training).max_completion_length
-    if not wrong_divisor and completion is not None and limit <= completion != default:
-        what = (
-            "Completions cannot become as long as `max_completion_length`, because prompts "
-            "count too"
-        )
-        seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        higher = "`max_sequence_length`"
-        if starts and limit != longest:
-            higher = "`--max-model-len` in `vllm_args`"
-        fix = f"Lower `max_completion_length`, or raise {higher}."
-        yield Finding(what, seen, fix, "completion-length", WARNING)
-    for spec in recipe.environments:
-        tokens = recipe.stated_number(spec, "max_token_length")
-        if tokens and tokens > limit:
-            what = "it samples longer rollouts than the server takes or the trainer trains on"
-            seen = f"max_token_length: {tokens:.0f}, the longest rollout: {limit}"
-            fix = f"Lower `max_token_length` to {limit}."
-            yield _finding(spec, what, seen, fix, "environment-length", WARNING)
-
-
-def _divisor(recipe: Recipe) -> Iterator[Finding]:
-    """Yields a finding if the loss divides by more tokens than a completion has, as far as the
-    environments' settings tell."""
-    divisor = recipe.training.max_completion_length
-    if recipe.training.loss_type != "dr_grpo" or not divisor or not recipe.environments:
-        return
-    tokens = {}
-    for spec in recipe.environments:
-        tokens[spec.name] = _longest_completion(recipe, spec) or math.inf
-    longest = max(tokens.values())
-    if divisor > longest:
-        what = (
-            "`loss_type: dr_grpo` divides by `max_completion_length`, which is more than any "
-            "environment samples"
-        )
-        sampled = ", ".join(f"{name}: at most {size:.0f} tokens" for name, size in tokens.items())
-        seen = f"max_completion_length: {divisor}, {sampled}"
-        fix = (
-            f"Set `max_completion_length: {longest:.0f}`, or the gradients are smaller by the "
-            "ratio. (If rollouts branch, set it to the most tokens that one trains in all branches "
-            "together.)"
-        )
-        yield Finding(what, seen, fix, "loss-divisor", WARNING)
-
-
-def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
-    """Returns the tokens that an environment samples at most for a rollout, or `None` if its
-    settings do not tell: those that the recipe states, and the defaults that its script writes as
-    `name: int = 5` or `name: int = Field(default=5)`."""
-    settings = _defaults_in_script(spec) | recipe.stated(spec)
-    # the tokens of several turns add up, and so do the answers to them
-    has_turns = any("turn" in name for name in settings)
-    setting = "max_token_length" if has_turns else "max_new_tokens"
-    return number_of(settings.get(setting))
-
-
-def _defaults_in_script(spec: EnvironmentSpec) -> dict[str, Any]:
-    """Returns the defaults in an environment's script by the names of its settings."""
-    if spec.path is None:
-        return {}
-    tree = parse_script(spec.script)
-    if tree is None:
-        return {}
-    defaults = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            defaults[name] = _constant(node.value)
-    return defaults
-
-
-def _constant(value: ast.expr | None) -> Any:
-    """Returns the constant that `5` or `Field(default=5)` is, or `None`."""
-    for keyword in getattr(value, "keywords", ()):
-        if keyword.arg == "default":
-            value = keyword.value
-    return getattr(value, "value", None)
 
 
 # ------------------------------------------------------------------------------------- environments

@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
 from trl_atropos.check.launch import Case
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.masters import round_adapter
@@ -32,6 +34,7 @@ Items = dict[str, int]  # bytes by name
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
 OFFLOADED = "activations of checkpoints"  # in host memory, by `offload`
+ATTENTION = "sdpa_without_mask"  # `attn_implementation` of a model whose rows are packed
 # tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
 TILE = (4096, 32768)
 
@@ -233,12 +236,13 @@ def _offloaded(policy: Any, case: Case) -> list[int]:
     if not options.get("offload"):
         return []
     config = policy.config.get_text_config()
+    layers = config.num_hidden_layers
     every = options.get("every_n_layers", 1)
-    layers = math.ceil(config.num_hidden_layers / every)
-    tokens = case.rollouts * case.length
+    kept = math.ceil(layers / every)
+    tokens = case.rollouts * case.slice_length
     of_token = config.hidden_size * policy.dtype.itemsize
     of_layer = tokens * of_token
-    return layers * [of_layer]
+    return kept * [of_layer]
 
 
 def _loss(model: Any, case: Case) -> torch.Tensor:
@@ -247,11 +251,13 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
 
     Rollouts differ in length, so there is an attention mask, unless attention takes more without.
     """
-    shape = (case.rollouts, case.length)
+    shape = (case.rollouts, case.slice_length)
     ids = torch.ones(shape, dtype=torch.long)
     inputs = {"input_ids": ids, "use_cache": False}
     if not case.plain_attention:
         inputs["attention_mask"] = torch.ones_like(ids)
+    if model.config._attn_implementation == "sdpa" and case.packs:
+        inputs |= _packed(model, ids, case)
     output = model.base_model(**inputs)
     hidden = output[0]
     head = model.get_output_embeddings()
@@ -261,12 +267,73 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
     torch.empty(head_bytes, dtype=torch.uint8)  # is gone before the body's backward
     # one more forward, for logits over the whole vocabulary
     if case.training.distillation_coef > 0:
-        output = model(**inputs, logits_to_keep=case.length)
+        output = model(**inputs, logits_to_keep=hidden.size(1))
         logits = output.logits[:, :-1]
-        next_ids = ids[:, 1:]
+        next_ids = inputs["input_ids"][:, 1:]
         logprobs = logits.gather(-1, next_ids[..., None])
-        loss = loss + logprobs.float().sum()
+        logprobs = logprobs.float()
+        loss = loss + logprobs.sum()
     return loss
+
+
+def _packed(model: Any, ids: torch.Tensor, case: Case) -> dict[str, Any]:
+    """Returns the inputs that a model gets in place of padded ones, and has it attend to packed
+    rows. These have no mask of all tokens by all tokens, which takes 12 GiB for 65,536 tokens."""
+    AttentionInterface.register(ATTENTION, _attend)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    model.set_attn_implementation(ATTENTION)
+    if case.plan.sp_size == 1:
+        return {}
+    return {
+        "input_ids": ids.flatten()[None],
+        "attention_mask": None,
+        "sequence_group": SilentGroup(case.plan.sp_size),
+        "rollouts": case.rollouts,
+    }
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Makes the mask for Transformers."""
+
+
+class SilentGroup(SequenceGroup):
+    """Stands in for the ranks that divide a row. What would come from them has a shape and no
+    data."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.index = 0
+
+    def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        parts = parts.contiguous()
+        return torch.empty_like(parts)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sequence_group: SequenceGroup | None = None,
+    rollouts: int = 1,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention as `packed_attention.attend` does, to rollouts of one length. In a
+    `sequence_group`, they are parts of one row."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # so that key heads are repeated
+    if sequence_group is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    by_rollout = []
+    for states in sequence_group.by_heads(query, key, value):
+        parts = states[0].unflatten(1, (rollouts, -1))  # (heads, rollouts, length, head_dim)
+        by_rollout.append(parts.transpose(0, 1))
+    query, key, value = by_rollout
+    groups = query.size(1) // key.size(1)
+    heads = RankHeads(groups)
+    attended, _ = sdpa_attention_forward(heads, query, key, value, mask, **options)
+    row = attended.flatten(0, 1)
+    return sequence_group.by_tokens(row[None]), None
 
 
 def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
