@@ -875,6 +875,17 @@ def test_self_chosen_micro_batches_are_to_shrink(large, tmp_path):
     assert "`max_tokens_per_micro_batch: 1024` (saves" in text
 
 
+def test_long_rollouts_are_to_wait_in_host_memory_or_to_be_divided(large, tmp_path):
+    settings = {**LONG, "max_sequence_length": 131072, "offload_master_weights": True}
+    waiting = {"gradient_checkpointing_kwargs": {"offload": True}}
+    fitting = on_gpus(tmp_path, large, 80, **settings, **waiting).total / 0.95
+    [finding] = findings(on_gpus(tmp_path, large, fitting / GIB + 0.1, **settings))
+    assert "`gradient_checkpointing_kwargs: {'offload': true}` (saves 3.00" in finding.fix
+    assert "Divide" not in finding.fix
+    [finding] = findings(on_gpus(tmp_path, large, fitting / GIB / 2, **settings))
+    assert "Divide rows among more devices (`sp_size`" in finding.fix
+
+
 def test_adapter_is_last_resort(large, tmp_path):
     settings = {
         "gradient_checkpointing": True,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_atropos.check.launch import Case
+from trl_atropos.check.services import environment_finding
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of
@@ -68,7 +69,7 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
             what = "it samples longer rollouts than the server takes or the trainer trains on"
             seen = f"max_token_length: {tokens:.0f}, the longest rollout: {limit}"
             fix = f"Lower `max_token_length` to {limit}."
-            yield of_environment(spec, what, seen, fix, "environment-length", WARNING)
+            yield environment_finding(spec, what, seen, fix, "environment-length", WARNING)
         yield from _completions(recipe, spec, limit, _bound(limit, longest))
     for spec in recipe.evaluations:  # whose rollouts are not trained on
         yield from _completions(recipe, spec, served, _bound(served, None))
@@ -94,7 +95,7 @@ def _completions(
         )
         seen = f"max_new_tokens: {tokens:.0f}, the longest rollout: {limit}"
         fix = f"Lower `max_new_tokens`, or raise {bound}."
-        yield of_environment(spec, what, seen, fix, "completion-length", WARNING)
+        yield environment_finding(spec, what, seen, fix, "completion-length", WARNING)
 
 
 def _divisor(recipe: Recipe) -> Iterator[Finding]:
@@ -191,12 +192,6 @@ def _of_request(spec: EnvironmentSpec) -> Deadline:
 
 
 # ------------------------------------------------------------------------ settings of environments
-
-
-def of_environment(
-    spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str
-) -> Finding:
-    return Finding(f"Environment {spec.name!r}: {what}", seen, fix, code, level)
 
 
 def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:

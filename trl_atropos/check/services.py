@@ -153,7 +153,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield Finding(what, seen, "Correct `--chat-template` in `vllm_args`.", "chat-template")
 
 
-def _finding(
+def environment_finding(
     spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR
 ) -> Finding:
     return Finding(f"Environment {spec.name!r}: {what}", seen, fix, code, level)
@@ -173,7 +173,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         message = str(getattr(error, "stderr", "") or error)
         last_line = message.strip().splitlines()[-1]
         fix = "Correct its `python`."
-        yield _finding(spec, what, f"{python}: {last_line}", fix, "environment-python")
+        yield environment_finding(spec, what, f"{python}: {last_line}", fix, "environment-python")
         return
     yield from _atroposlib(spec, python, installed.get("atroposlib"))
     if module:
@@ -188,7 +188,9 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         missing = "there is no such script"
         seen = str(path)
     if not path.is_file():
-        yield _finding(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
+        yield environment_finding(
+            spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script"
+        )
         return
     yield from mistakes(spec, python, path)
     transformers = installed.get("transformers", "0")
@@ -201,7 +203,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
             "log-probabilities; or make a virtual environment with `transformers<5` and name its "
             "Python as `python` of this entry."
         )
-        yield _finding(spec, what, seen, fix, "tokenizes")
+        yield environment_finding(spec, what, seen, fix, "tokenizes")
 
 
 def _installed(
@@ -228,7 +230,7 @@ def _atroposlib(spec: EnvironmentSpec, python: str, version: str | None) -> Iter
         "`python` in its entry."
     )
     what = "its Python does not have the Atropos that it needs"
-    yield _finding(spec, what, seen, fix, "environment-atroposlib")
+    yield environment_finding(spec, what, seen, fix, "environment-atroposlib")
 
 
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
@@ -236,7 +238,9 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
     variables = {**os.environ, **spec.env}
     if variables.get(DUMMY) not in (None, "", "0"):
         what = "it may send made-up tokens in place of those that were sampled"
-        yield _finding(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
+        yield environment_finding(
+            spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens"
+        )
     servers = [_stated_server(command)]
     content = recipe.environment_content(spec)
     if content is not None:
@@ -247,7 +251,7 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
         if kind not in WITH_TOKENS:
             what = "its server type returns neither token ids nor log-probabilities"
             fix = "Set `server_type` to 'vllm'."
-            yield _finding(spec, what, f"server_type: {kind}", fix, "server-type")
+            yield environment_finding(spec, what, f"server_type: {kind}", fix, "server-type")
             break
     for server in servers:
         url = server.get("base_url")
@@ -260,7 +264,7 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
             fix = (
                 "Set it to `{vllm_url}/v1`, or leave it if a router to the run's servers is there."
             )
-            yield _finding(spec, what, seen, fix, "server-url", WARNING)
+            yield environment_finding(spec, what, seen, fix, "server-url", WARNING)
             break
 
 
@@ -327,12 +331,12 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     if _port(url) != _port(training.atropos_url):  # a host has several names
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
-        yield _finding(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
+        yield environment_finding(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
     steps = recipe.stated_number(spec, "total_steps")
     if steps is not None and 0 <= steps < training.max_steps:
         what = "it ends before the run does"
         seen = f"total_steps: {steps:.0f}, max_steps: {training.max_steps}"
-        yield _finding(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
+        yield environment_finding(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
     ahead = recipe.stated_number(spec, "max_batches_offpolicy")
     oldest = training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
@@ -342,7 +346,7 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
         )
         seen = f"max_batches_offpolicy: {ahead:.0f}, max_staleness: {oldest}"
         fix = f"Lower `max_batches_offpolicy` to {max(1, oldest)}, or raise `max_staleness`."
-        yield _finding(spec, what, seen, fix, "staleness", WARNING)
+        yield environment_finding(spec, what, seen, fix, "staleness", WARNING)
 
 
 def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
@@ -359,7 +363,7 @@ def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
         shown = requests[:REQUESTS_SHOWN]
         places = [f"{request.text} (line {request.line} of {spec.path})" for request in shown]
         fix = "Leave this out of requests for rollouts that are trained on."
-        yield _finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
+        yield environment_finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
 
 
 def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding]:
@@ -369,30 +373,32 @@ def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding
         if word.endswith((".py", ".sh")) and "{" not in word and not os.path.isfile(word):
             what = "its command names a script that is not there"
             fix = "Correct it: a path in `command` is seen from the recipe's folder."
-            yield _finding(spec, what, word, fix, "environment-script", WARNING)
+            yield environment_finding(spec, what, word, fix, "environment-script", WARNING)
     if not isinstance(agent.tasks, str) or FUNCTION.fullmatch(agent.tasks):
         return
     try:
         tasks = lines_of(Path(agent.tasks))
     except Finding as error:
-        yield _finding(spec, error.what, error.seen, error.fix, "agent-tasks")
+        yield environment_finding(spec, error.what, error.seen, error.fix, "agent-tasks")
         return
     if not tasks:
         fix = "Write one task a line."
-        yield _finding(spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks")
+        yield environment_finding(
+            spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks"
+        )
         return
     problems = getattr(spec, "problems", None)
     if problems is not None and problems > len(tasks):
         what = f"it asks for {problems} problems, and there are {len(tasks)} tasks"
         fix = f"Set `problems: {len(tasks)}`, or write more tasks."
-        yield _finding(spec, what, f"problems: {problems}", fix, "agent-tasks")
+        yield environment_finding(spec, what, f"problems: {problems}", fix, "agent-tasks")
     for word in agent.command:
         for placeholder in PLACEHOLDER.finditer(word):
             key = placeholder["key"]
             if key is not None and not (isinstance(tasks[0], dict) and key in tasks[0]):
                 what = f"its tasks have no entry {key!r}, which its command names"
                 fix = f"Correct `{{task[{key}]}}` in `command`."
-                yield _finding(spec, what, str(tasks[0])[:100], fix, "agent-tasks")
+                yield environment_finding(spec, what, str(tasks[0])[:100], fix, "agent-tasks")
 
 
 def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
@@ -411,7 +417,7 @@ def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
                 "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the "
                 "advantage) or `zero`."
             )
-            yield _finding(spec, what, seen, fix, "group-of-one")
+            yield environment_finding(spec, what, seen, fix, "group-of-one")
     largest = max(sizes.values(), default=1)
     if any(largest % size for size in sizes.values()):  # api/utils.py:59
         what = (

@@ -174,7 +174,8 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
     """
     args = case.training
     plain = base_model(model)
-    existing = [*model.parameters(), *model.buffers()]
+    existing = list(model.parameters())
+    existing += model.buffers()
     live = LiveBytes(existing)
     accumulates = args.gradient_accumulation_steps > 1
     if case.rollouts < args.per_device_train_batch_size:  # micro-batches in each of TRL's
@@ -284,8 +285,9 @@ def _packed(model: Any, ids: torch.Tensor, case: Case) -> dict[str, Any]:
     model.set_attn_implementation(ATTENTION)
     if case.plan.sp_size == 1:
         return {}
+    row = ids.flatten()
     return {
-        "input_ids": ids.flatten()[None],
+        "input_ids": row[None],
         "attention_mask": None,
         "sequence_group": SilentGroup(case.plan.sp_size),
         "rollouts": case.rollouts,
