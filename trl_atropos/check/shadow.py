@@ -281,7 +281,7 @@ def _packed(model: Any, ids: torch.Tensor, case: Case) -> dict[str, Any]:
     """Returns the inputs that a model gets in place of padded ones, and has it attend to packed
     rows. These have no mask of all tokens by all tokens, which takes 12 GiB for 65,536 tokens."""
     AttentionInterface.register(ATTENTION, _attend)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    AttentionMaskInterface.register(ATTENTION, _smallest_mask)
     model.set_attn_implementation(ATTENTION)
     if case.plan.sp_size == 1:
         return {}
@@ -294,8 +294,10 @@ def _packed(model: Any, ids: torch.Tensor, case: Case) -> dict[str, Any]:
     }
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Makes the mask for Transformers."""
+def _smallest_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns a mask of one entry in place of one for all tokens by all tokens. With a mask,
+    Transformers repeats key heads, as the kernel of torch 2.11 needs it."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 class SilentGroup(SequenceGroup):
@@ -323,9 +325,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention as `packed_attention.attend` does, to rollouts of one length. In a
     `sequence_group`, they are parts of one row."""
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # so that key heads are repeated
     if sequence_group is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_rollout = []
     for states in sequence_group.by_heads(query, key, value):
         parts = states[0].unflatten(1, (rollouts, -1))  # (heads, rollouts, length, head_dim)
@@ -333,7 +334,7 @@ def _attend(
     query, key, value = by_rollout
     groups = query.size(1) // key.size(1)
     heads = RankHeads(groups)
-    attended, _ = sdpa_attention_forward(heads, query, key, value, mask, **options)
+    attended, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)
     row = attended.flatten(0, 1)
     return sequence_group.by_tokens(row[None]), None
 
@@ -350,7 +351,8 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     rollouts, length, width = hidden.shape
     vocabulary, _ = weight.shape
     most_tokens, most_entries = TILE
-    tokens = rollouts * (length - 1)
+    predicted = length - 1  # all tokens of a rollout but its first
+    tokens = rollouts * predicted
     entries = min(vocabulary, most_entries)
     tile_weights = entries * width
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
