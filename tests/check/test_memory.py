@@ -471,39 +471,6 @@ def test_offloaded_checkpoints_are_in_host_memory(large, tmp_path):
     assert fewer.items["activations"] > offloaded.items["activations"]
 
 
-def test_divided_row_takes_slice_of_activations_and_whole_weights(large, tmp_path):
-    settings = LONG
-    offload = {"gradient_checkpointing_kwargs": {"offload": True}}
-    launch = str(ROOT / EIGHT.format("sp2"))
-    whole = on_gpus(tmp_path, large, **settings, max_sequence_length=32768)
-    half = on_gpus(tmp_path, large, **settings, max_sequence_length=16384)
-    divided = on_gpus(tmp_path, large, **settings, max_sequence_length=32768, launch=launch)
-    of_slice = divided.trainer.items["activations"]
-    assert of_slice < 0.6 * whole.trainer.items["activations"]
-    # Around attention, queries, keys and values come and go, which one process does not exchange.
-    exchanged = of_slice - half.trainer.items["activations"]
-    of_token = 2 * (32 + 2 * 8) * 128  # bytes: bfloat16 x (heads, and those of keys and values)
-    assert 0 <= exchanged <= 4 * 16384 * of_token
-    for name in ("weights", "master weights", "optimizer state"):
-        assert divided.trainer.items[name] == whole.trainer.items[name]
-    assert "micro-batches of 1 x 32768 tokens, a slice of 16384 in each" in divided.table()[0]
-    offload |= {"max_sequence_length": 32768, "launch": launch}
-    offloaded = on_gpus(tmp_path, large, **settings, **offload)
-    assert offloaded.trainer.host == {"activations of checkpoints": LAYERS * 16384 * 4096 * 2}
-    assert offloaded.host == 2 * offloaded.trainer.host_total
-
-
-def test_row_twice_as_long_takes_twice_the_activations(large, tmp_path):
-    """A packed row has no mask of all tokens by all tokens."""
-    taken = []
-    for length in (16384, 32768):
-        found = on_gpus(tmp_path, large, **LONG, max_sequence_length=length)
-        taken.append(found.trainer.items["activations"])
-    assert taken[1] == pytest.approx(2 * taken[0], rel=0.02)
-    padded = on_gpus(tmp_path, large, **LONG, max_sequence_length=32768, padding_free=False).trainer
-    assert padded.items["activations"] > taken[1] + 32768**2
-
-
 def test_ddp_buckets_are_those_of_torch(large, tmp_path):
     """Each holds the gradients of its parameters once more."""
     store = torch.distributed.HashStore()
@@ -537,6 +504,39 @@ def test_sharding_divides_gradients_but_not_gathered(name, large, tmp_path):
     assert items.get("buckets of DeepSpeed", 0) == (0 if name == "fsdp2" else buckets)
     masters = {"zero2": 4 * PARAMETERS // 8, "zero3": 4 * PARAMETERS // 8}
     assert items.get("master weights", 0) == masters.get(name, 0)
+
+
+def test_divided_row_takes_slice_of_activations_and_whole_weights(large, tmp_path):
+    settings = LONG
+    offload = {"gradient_checkpointing_kwargs": {"offload": True}}
+    launch = str(ROOT / EIGHT.format("sp2"))
+    whole = on_gpus(tmp_path, large, **settings, max_sequence_length=32768)
+    half = on_gpus(tmp_path, large, **settings, max_sequence_length=16384)
+    divided = on_gpus(tmp_path, large, **settings, max_sequence_length=32768, launch=launch)
+    of_slice = divided.trainer.items["activations"]
+    assert of_slice < 0.6 * whole.trainer.items["activations"]
+    # Around attention, queries, keys and values come and go, which one process does not exchange.
+    exchanged = of_slice - half.trainer.items["activations"]
+    of_token = 2 * (32 + 2 * 8) * 128  # bytes: bfloat16 x (heads, and those of keys and values)
+    assert 0 <= exchanged <= 4 * 16384 * of_token
+    for name in ("weights", "master weights", "optimizer state"):
+        assert divided.trainer.items[name] == whole.trainer.items[name]
+    assert "micro-batches of 1 x 32768 tokens, a slice of 16384 in each" in divided.table()[0]
+    offload |= {"max_sequence_length": 32768, "launch": launch}
+    offloaded = on_gpus(tmp_path, large, **settings, **offload)
+    assert offloaded.trainer.host == {"activations of checkpoints": LAYERS * 16384 * 4096 * 2}
+    assert offloaded.host == 2 * offloaded.trainer.host_total
+
+
+def test_row_twice_as_long_takes_twice_the_activations(large, tmp_path):
+    """A packed row has no mask of all tokens by all tokens."""
+    taken = []
+    for length in (16384, 32768):
+        found = on_gpus(tmp_path, large, **LONG, max_sequence_length=length)
+        taken.append(found.trainer.items["activations"])
+    assert taken[1] == pytest.approx(2 * taken[0], rel=0.02)
+    padded = on_gpus(tmp_path, large, **LONG, max_sequence_length=32768, padding_free=False).trainer
+    assert padded.items["activations"] > taken[1] + 32768**2
 
 
 SERVED = [
