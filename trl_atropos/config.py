@@ -477,16 +477,28 @@ class AtroposGRPOConfig(GRPOConfig):
             fix = f"Launch with `--num_processes` {sp_size}, or a multiple of it."
             raise RecipeError(what, f"{seen}, {processes} processes", fix)
         shares_memory = self.mode.shares_memory and self.replay_paths is None
+        servers_memory = "each process would train a server's memory of its own"
+        sends = "Set `vllm_mode: server` (for an adapter, `nccl_lora`)"
         refusals = [
-            ("padding_free", not self.padding_free, "it divides packed rows"),
-            ("numerics", self.numerics == "bitwise", "the server computes whole rows"),
-            ("vllm_mode", shares_memory, "each process would train a server's memory of its own"),
+            (
+                "padding_free",
+                not self.padding_free,
+                "it divides packed rows",
+                "Set `padding_free: true`",
+            ),
+            (
+                "numerics",
+                self.numerics == "bitwise",
+                "the server computes whole rows",
+                "Set `numerics: default`",
+            ),
+            ("vllm_mode", shares_memory, servers_memory, sends),
         ]
-        for name, is_refused, reason in refusals:
+        for name, is_refused, reason, fix in refusals:
             if is_refused:
                 setting = f"{name}: {str(getattr(self, name)).lower()}"
                 what = f"`{setting}` is not available with `sp_size` {sp_size}: {reason}"
-                fix = f"Set another `{name}`, or launch without `sp_size`."
+                fix = f"{fix}, or launch without `sp_size`."
                 raise RecipeError(what, f"{seen}, {setting}", fix)
 
     def _check_numerics(self) -> None:

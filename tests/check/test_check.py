@@ -27,8 +27,8 @@ from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.recipe.mistakes import DDP, GPU
 from tests.server_process import free_port
 from trl_atropos.check import examine, main
+from trl_atropos.check.disk import checkpoints
 from trl_atropos.check.launch import LENGTH_WITHOUT_POSITIONS, SHORT_NAMES, UNITS, UTILIZATION
-from trl_atropos.check.memory import checkpoints
 from trl_atropos.environment_entry import RUNNER
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.protocol import TOKEN_VARIABLE

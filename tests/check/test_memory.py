@@ -31,9 +31,11 @@ from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
+from trl_atropos.check.disk import disk
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Case, Launch, case_of, plan_of
-from trl_atropos.check.memory import _head_bytes, disk, smallest_cache, state_bytes
+from trl_atropos.check.memory import smallest_cache, state_bytes
+from trl_atropos.check.shadow import _head_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -398,6 +400,7 @@ LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * (4096 + 128)
 ENDS = 2 * EMBEDDINGS + 4096  # what is outside of the layers
 SENDS = {"vllm_mode": "server", "dtype": "bfloat16"}
 EIGHT = "configs/accelerate/{}.yaml"  # for eight GPUs
+LONG = {**SENDS, **ADAPTER, "start_vllm": False, "gradient_checkpointing": True}
 
 
 def test_reference_model_is_copy_without_adapter(large, tmp_path):
@@ -511,6 +514,39 @@ def test_sharding_divides_gradients_but_not_gathered(name, large, tmp_path):
     assert items.get("buckets of DeepSpeed", 0) == (0 if name == "fsdp2" else buckets)
     masters = {"zero2": 4 * PARAMETERS // 8, "zero3": 4 * PARAMETERS // 8}
     assert items.get("master weights", 0) == masters.get(name, 0)
+
+
+def test_divided_row_takes_slice_of_activations_and_whole_weights(large, tmp_path):
+    settings = LONG
+    offload = {"gradient_checkpointing_kwargs": {"offload": True}}
+    launch = str(ROOT / EIGHT.format("sp2"))
+    whole = on_gpus(tmp_path, large, **settings, max_sequence_length=32768)
+    half = on_gpus(tmp_path, large, **settings, max_sequence_length=16384)
+    divided = on_gpus(tmp_path, large, **settings, max_sequence_length=32768, launch=launch)
+    of_slice = divided.trainer.items["activations"]
+    assert of_slice < 0.6 * whole.trainer.items["activations"]
+    # Around attention, queries, keys and values come and go, which one process does not exchange.
+    exchanged = of_slice - half.trainer.items["activations"]
+    of_token = 2 * (32 + 2 * 8) * 128  # bytes: bfloat16 x (heads, and those of keys and values)
+    assert 0 <= exchanged <= 4 * 16384 * of_token
+    for name in ("weights", "master weights", "optimizer state"):
+        assert divided.trainer.items[name] == whole.trainer.items[name]
+    assert "micro-batches of 1 x 32768 tokens, a slice of 16384 in each" in divided.table()[0]
+    offload |= {"max_sequence_length": 32768, "launch": launch}
+    offloaded = on_gpus(tmp_path, large, **settings, **offload)
+    assert offloaded.trainer.host == {"activations of checkpoints": LAYERS * 16384 * 4096 * 2}
+    assert offloaded.host == 2 * offloaded.trainer.host_total
+
+
+def test_row_twice_as_long_takes_twice_the_activations(large, tmp_path):
+    """A packed row has no mask of all tokens by all tokens."""
+    taken = []
+    for length in (16384, 32768):
+        found = on_gpus(tmp_path, large, **LONG, max_sequence_length=length)
+        taken.append(found.trainer.items["activations"])
+    assert taken[1] == pytest.approx(2 * taken[0], rel=0.02)
+    padded = on_gpus(tmp_path, large, **LONG, max_sequence_length=32768, padding_free=False).trainer
+    assert padded.items["activations"] > taken[1] + 32768**2
 
 
 SERVED = [
@@ -847,6 +883,17 @@ def test_self_chosen_micro_batches_are_to_shrink(large, tmp_path):
     assert "micro-batches of 4 x 1024 tokens" in found.table()[0]
     [*_, text] = map(str, findings(found))
     assert "`max_tokens_per_micro_batch: 1024` (saves" in text
+
+
+def test_long_rollouts_are_to_wait_in_host_memory_or_to_be_divided(large, tmp_path):
+    settings = {**LONG, "max_sequence_length": 131072, "offload_master_weights": True}
+    waiting = {"gradient_checkpointing_kwargs": {"offload": True}}
+    fitting = on_gpus(tmp_path, large, 80, **settings, **waiting).total / 0.95
+    [finding] = findings(on_gpus(tmp_path, large, fitting / GIB + 0.1, **settings))
+    assert "`gradient_checkpointing_kwargs: {'offload': true}` (saves 3.00" in finding.fix
+    assert "Divide" not in finding.fix
+    [finding] = findings(on_gpus(tmp_path, large, fitting / GIB / 2, **settings))
+    assert "Divide rows among more devices (`sp_size`" in finding.fix
 
 
 def test_adapter_is_last_resort(large, tmp_path):

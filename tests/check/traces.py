@@ -39,6 +39,8 @@ def key_of(case: Case, exact: bool) -> tuple:
         case.trains_with_masters,
         case.rollouts,
         case.length,
+        case.plan.sp_size,
+        case.packs,
         training.per_device_train_batch_size,
         training.gradient_accumulation_steps,
         training.gradient_checkpointing,

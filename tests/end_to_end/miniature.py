@@ -2,9 +2,9 @@
 for two CPU cores.
 
 What is replaced, and nowhere else: the model, the ports, the number of processes and servers (two
-at most), tensor parallelism (one process for each server), the batch, the number of steps, and
-bfloat16 (float32, so that trainer and server can be compared to 1e-4). The trainer's and the
-servers' commands are those at the head of the recipe.
+at most), tensor parallelism (one process for each server), the batch, the number of steps, lengths
+that the tiny model has no positions for, and bfloat16 (float32, so that trainer and server can be
+compared to 1e-4). The trainer's and the servers' commands are those at the head of the recipe.
 
 Run as a module, it is the main job where accelerate refuses to shard without an accelerator.
 """
@@ -32,6 +32,8 @@ PROCESSES = 2
 SHARDING = "TEST_SHARDING"
 STEPS = 3
 ROWS = 16  # of an optimizer step
+POSITIONS = 2048  # of the tiny model
+LENGTHS = ("max_sequence_length", "max_completion_length")
 STARTS_IN = 180.0  # seconds
 DROPPED = ("--tensor-parallel-size", "--host", "--port", "--num_machines", "--machine_rank")
 DROPPED += ("--main_process_ip", "--main_process_port", "--num_processes")
@@ -98,12 +100,26 @@ def _shrink(settings: dict, here: dict[str, str], environment: dict[str, Any]) -
         one | {"config": one["config"] | problems} for one in settings.get("evaluations", [])
     ]
     own = {"environments": [spec]} | ({"evaluations": evaluations} if evaluations else {})
+    for name in LENGTHS:
+        if name in settings:
+            own[name] = min(settings[name], POSITIONS)
+    if "vllm_args" in settings:
+        own["vllm_args"] = _shortened(settings["vllm_args"])
     return settings | {"vllm_server_base_url": urls if several else urls[0], **own}
+
+
+def _shortened(words: list[str]) -> list[str]:
+    """The flags of a server, for the positions of the tiny model."""
+    words = list(words)
+    if "--max-model-len" in words:
+        place = words.index("--max-model-len") + 1
+        words[place] = str(min(int(words[place]), POSITIONS))
+    return words
 
 
 def _serve(services: Services, words: list[str], model: Path, urls: list[str], token: str) -> None:
     """Starts the servers by the command at the recipe's head, and waits until they are there."""
-    stated = _without(words[words.index("serve") + 2 :], DROPPED)
+    stated = _shortened(_without(words[words.index("serve") + 2 :], DROPPED))
     for index, url in enumerate(urls):
         command = [sys.executable, "-m", "trl_atropos.cli", "serve", str(model), *stated]
         command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
@@ -130,13 +146,15 @@ def _trainer(run: Run, words: list[str], accelerate: dict, processes: int) -> tu
 
 def _flags(settings: dict, run: Run, model: Path, processes: int, accelerate: dict) -> list[str]:
     per_device = 4
+    parallelism = accelerate.get("parallelism_config", {})
+    shares = processes // parallelism.get("parallelism_config_sp_size", 1)
     replaced = {
         "model_name_or_path": model,
         "output_dir": run.folder,
         "atropos_url": run.atropos_url,
         "max_steps": STEPS,
         "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": ROWS // per_device // processes,
+        "gradient_accumulation_steps": ROWS // per_device // shares,
     }
     if accelerate["distributed_type"] != "DEEPSPEED":
         replaced["use_cpu"] = "true"

@@ -453,6 +453,7 @@ ENVIRONMENTS = {
     "reasoning_gym": {"datasets": "{data}/gcd.yaml", "max_new_tokens": 24},
     "tool_use": {"goods": GOODS, "max_new_tokens": 32, "max_turns": 3},
     "own_environment": {"max_new_tokens": 16},
+    "long": {"dataset": "{data}/questions.jsonl", "max_new_tokens": 16},
 }
 # So that every overlay is run, too.
 OVERLAID = {
@@ -474,6 +475,7 @@ SEEN_ELSEWHERE = (
         for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
         + ("colocate_7b", "colocate_7b_lora", "nccl_lora_72b")
     ),
+    "recipes/long/colocate_64k.yaml",
     # sharded as in `tests/weights/test_sharded_publish.py`
     "recipes/gsm8k/zero3_72b.yaml",
     # the quickstart's, with another environment, which `tool_use` is too
@@ -525,7 +527,7 @@ def test_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     assert {name: config[name] for name in wanted} == wanted
     evaluated = [note["metrics"]["problems"] for note in notes if "evaluation" in note]
     # of GSM8K all that there are, before the first step and after the last
-    problems = {"gsm8k": 2, "own_environment": 16}.get(Path(recipe).parts[1])
+    problems = {"gsm8k": 2, "long": 2, "own_environment": 16}.get(Path(recipe).parts[1])
     assert evaluated == ([problems] * 2 if problems else [])
     if "tool_use" in recipe:
         the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)

@@ -51,7 +51,7 @@ ELSEWHERE = [
         'glob("recipes/*/*.yaml")',
     ),
     (
-        r"accelerate launch .*trl_atropos\.train .*--config recipes/(gsm8k|tool_use|reasoning_gym|own_environment)/",
+        r"accelerate launch .*trl_atropos\.train .*--config recipes/(gsm8k|long|tool_use|reasoning_gym|own_environment)/",
         "tests/end_to_end/test_recipes.py::test_recipe_trains_for_three_steps",
         'glob("recipes/*/*.yaml")',
     ),

@@ -54,7 +54,7 @@ def desk(tiny_model, run_dir, tmp_path, monkeypatch):
         shutil.copytree(tiny_model, tmp_path / "runs" / name / "model")
     shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text()) | {
-        "max_position_embeddings": 8192
+        "max_position_embeddings": 262144
     }
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     for name in STAND_INS:

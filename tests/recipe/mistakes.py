@@ -1048,7 +1048,13 @@ MISTAKES = {
         lambda desk: desk.launched(DIVIDED.format(2, 2), vllm_mode="server", padding_free=False),
         "`padding_free: false` is not available with `sp_size` 2: it divides packed rows",
         "sp_size: 2, padding_free: false",
-        "Set another `padding_free`, or launch without `sp_size`.",
+        "Set `padding_free: true`, or launch without `sp_size`.",
+    ),
+    "a server's memory for processes that divide rows": checked(
+        lambda desk: desk.launched(DIVIDED.format(2, 2)),
+        "`vllm_mode: colocate` is not available with `sp_size` 2: each process would train",
+        "sp_size: 2, vllm_mode: colocate",
+        "Set `vllm_mode: server` (for an adapter, `nccl_lora`), or launch without `sp_size`.",
     ),
     "attention heads that processes cannot share": checked(
         lambda desk: desk.launched(DIVIDED.format(3, 3), vllm_mode="server"),
@@ -1184,6 +1190,60 @@ MISTAKES = {
         "max_completion_length: 100, the longest rollout: 100",
         "raise `max_sequence_length`.",
         "completion-length",
+    ),
+    "completions of an environment that leave no room for a prompt": warned(
+        lambda desk: desk.recipe({"config": {"max_new_tokens": 100}}, max_sequence_length=100),
+        "Environment 'mine': its completions cannot become as long as `max_new_tokens`",
+        "max_new_tokens: 100, the longest rollout: 100",
+        "Lower `max_new_tokens`, or raise `max_sequence_length`.",
+        "completion-length",
+    ),
+    "completions of an evaluation that leave no room for a prompt": warned(
+        lambda desk: desk.evaluated(
+            {"config": {"max_new_tokens": 64}, "problems": 1},
+            start_vllm=True,
+            vllm_args=["--max-model-len", "64"],
+            eval_steps=1,
+        ),
+        "Environment 'task': its completions cannot become as long as `max_new_tokens`",
+        "max_new_tokens: 64, the longest rollout: 64",
+        "Lower `max_new_tokens`, or raise `--max-model-len` in `vllm_args`.",
+        "completion-length",
+    ),
+    "a deadline that ends before a long completion": warned(
+        lambda desk: desk.recipe(
+            {
+                "config": {"max_new_tokens": 61440, "worker_timeout": -1},
+                "servers": [{"timeout": 999999}],
+            },
+            max_sequence_length=65536,
+        ),
+        "The trainer waits no longer than `rollout_timeout`",
+        "rollout_timeout: 600 s, max_new_tokens: 61440",
+        "Raise `rollout_timeout` above 1229, or lower `max_new_tokens`.",
+        "deadline",
+    ),
+    "a request that ends before a long completion": warned(
+        lambda desk: desk.recipe(
+            {"config": {"max_new_tokens": 131072, "worker_timeout": 7200}},
+            max_sequence_length=140000,
+            rollout_timeout=7200,
+        ),
+        "Environment 'mine' waits no longer than `timeout`",
+        "timeout: 1200 s, max_new_tokens: 131072",
+        "Raise `timeout` in `servers: [{timeout: ...}]` of its entry above 2621",
+        "deadline",
+    ),
+    "a group that is cancelled before a long completion": warned(
+        lambda desk: desk.recipe(
+            {"config": {"max_new_tokens": 61440}},
+            max_sequence_length=65536,
+            rollout_timeout=7200,
+        ),
+        "Environment 'mine' waits no longer than `worker_timeout`",
+        "worker_timeout: 600 s, max_new_tokens: 61440",
+        "Raise `worker_timeout` in the `config` of its entry above 1229",
+        "deadline",
     ),
     "a loss that divides by more than is sampled": warned(
         lambda desk: desk.recipe(

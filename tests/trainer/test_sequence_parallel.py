@@ -7,6 +7,7 @@ process takes longer than they do.
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +18,32 @@ import torch
 import yaml
 
 from recipes.quickstart.make_model import make_model
-from tests.rollout_factory import arguments, mixed_batch, record, step_logs
+from tests.rollout_factory import AsDrawnConfig, arguments, mixed_batch, record, step_logs
 from tests.sharded import ROOT, forget_sharding, launch, sharding_arguments
-from tests.trainer.test_trees import SETTINGS, Gradients, require_equal, train, tree_batches
+from tests.trainer.test_equal_processes import TOLERANCE, group_of_episodes, steps
+from tests.trainer.test_trees import (
+    SETTINGS,
+    Gradients,
+    require_equal,
+    taught,
+    train,
+    tree_batches,
+)
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.sequence_parallel import require_shared_heads
 from trl_atropos.errors import RecipeError
 from trl_atropos.services.manager import free_port
 
 STEPS = 2
+MANY_STEPS = 25  # of 8 episodes each
 CHECKPOINTED = "layers computed again"
 ALL = {name: settings for name, settings in SETTINGS.items() if "padding_free" not in settings}
 ALL[CHECKPOINTED] = {"gradient_checkpointing": True}
+TAUGHT = "a teacher and advantages of tokens"
+ALL[TAUGHT] = {"distillation_coef": 0.5}
+MANY = "many trees"
+ALL[MANY] = {}
+LOSSES = [name for name in ALL if name.startswith("loss ")]
 COVERING = ("loss dapo", "loss grpo", "loss bnpo")
 UNPACKED = {"attn_implementation": "eager"}
 LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
@@ -40,7 +55,9 @@ Outcome = tuple[list[Gradients], list[dict[str, Any]], dict[str, list], bool]
 
 def outcome_of(model: Path, folder: Path, name: str, shares: int, **settings: Any) -> Outcome:
     """Of a run whose batches are divided into `shares`."""
-    batches = tree_batches(model, STEPS)
+    batches = tree_batches(model, MANY_STEPS if name == MANY else STEPS)
+    if name == TAUGHT:
+        batches = [[taught(rollout, i) for i, rollout in enumerate(batch)] for batch in batches]
     size = len(batches[0]) // shares
     usual = {"vllm_mode": "server", "per_device_train_batch_size": size}
     gradients, trainer = train(model, folder, batches, **usual | ALL[name] | settings)
@@ -61,7 +78,11 @@ def refusal_of(model: Path, folder: Path, **settings: Any) -> str:
     return str(refusal.value)
 
 
-def main(model: str, folder: str, shares: str, *names: str) -> None:
+def main(kind: str, model: str, folder: str, shares: str, *names: str) -> None:
+    if kind != "ddp":  # whose gradients no rank has
+        logs = losses_of(model, Path(folder), shares=int(shares), **sharding_arguments(kind))
+        Path(folder, "logs.json").write_text(json.dumps(logs))
+        return
     outcomes = {}
     for name in names:
         place = Path(folder, name)
@@ -71,6 +92,23 @@ def main(model: str, folder: str, shares: str, *names: str) -> None:
     refusal = refusal_of(Path(model), Path(folder, "unpacked"), **sharding_arguments("ddp"))
     if os.environ["RANK"] == "0":
         torch.save((outcomes, refusal), Path(folder, "outcomes.pt"))
+
+
+def losses_of(model: str, folder: Path, shares: int, **settings: Any) -> dict[str, list[dict]]:
+    """What runs with each loss log at their steps, on episodes that branch."""
+    logs = {}
+    for name in LOSSES:
+        logs[name] = steps(
+            model,
+            folder / name,
+            str(folder / "branches.jsonl"),
+            shares,
+            config_class=AsDrawnConfig,
+            **ALL[name],
+            **settings,
+        )
+        forget_sharding()
+    return logs
 
 
 def require_equal_logs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -86,7 +124,7 @@ def require_steps_of_one(
 ) -> str:
     """Returns what the processes say of a model that cannot be packed."""
     shares = processes // sp_size
-    where = [str(model), str(folder), str(shares), *names]
+    where = ["ddp", str(model), str(folder), str(shares), *names]
     launch("ddp", processes, __name__, *where, timeout=500, sp_size=sp_size)
     outcomes, refusal = torch.load(folder / "outcomes.pt", weights_only=False)
     assert outcomes.keys() == set(names)
@@ -131,6 +169,25 @@ def three_key_heads(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("sp_size", [2, 4])
 def test_every_loss_of_divided_rows_is_that_of_one_process(sp_size, three_key_heads, tmp_path):
     require_steps_of_one(three_key_heads, tmp_path, sp_size, sp_size, *ALL)
+
+
+@pytest.mark.full
+@pytest.mark.slow(400)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_every_loss_of_divided_rows_and_weights_is_that_of_one_process(kind, tiny_model, tmp_path):
+    rng = random.Random(0)
+    batches = [[group_of_episodes(rng, size) for size in (4, 4, 8)] for _ in range(3)]
+    record(tmp_path / "branches.jsonl", *batches)
+    launch(kind, 2, __name__, kind, str(tiny_model), str(tmp_path), "1", timeout=500, sp_size=2)
+    found = json.loads((tmp_path / "logs.json").read_text())
+    expected = losses_of(str(tiny_model), tmp_path, shares=1)
+    assert found.keys() == expected.keys() == set(LOSSES)
+    for name, logs in found.items():
+        for log, other in zip(logs, expected[name], strict=True):
+            assert log["loss"] == pytest.approx(other["loss"], abs=TOLERANCE), name
+            assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=TOLERANCE), name
+            assert other["grad_norm"] > 1e-3
 
 
 @pytest.mark.full

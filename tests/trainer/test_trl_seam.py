@@ -228,7 +228,7 @@ def test_new_trainer_counts_steps_from_zero(theirs):
 
 
 def test_memory_estimate_finds_library_internals():
-    """`trl_atropos/check/memory.py`."""
+    """`trl_atropos/check/shadow.py`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -253,7 +253,7 @@ def test_memory_estimate_finds_library_internals():
 def test_trl_head_tiles_match_memory_estimate():
     from trl.kernels import chunked_logprob
 
-    from trl_atropos.check.memory import TILE
+    from trl_atropos.check.shadow import TILE
 
     assert TILE[0] == chunked_logprob.TOKEN_CHUNK_SIZE, (
         "TRL's head takes other tiles: see `_head_bytes`"

@@ -16,7 +16,7 @@ MASTERS = ("weights/masters.py",)
 ADAPTERS = ("weights/adapters.py",)
 GATHER = ("weights/gather.py",)
 CHANNEL = ("tensors/channel.py",)
-MEMORY = ("check/memory.py",)
+SHADOW = ("check/shadow.py",)
 BATCH = ("batches/generation_batch.py",)
 SLICES = ("batches/sequence_parallel.py",)
 COMPUTATION = ("training/computation.py",)
@@ -73,7 +73,7 @@ TRL = [
     Names("trl.trainer.utils:", ("add_fused_lm_head",), ("batches/numerics.py",)),
     Names("trl.trainer.utils:FusedCausalLMOutput", ("log_probs", "entropy"), SLICES),
     Names("trl.trainer.grpo_trainer:", ("gather(tensor)", "gather_object(object)"), COMPUTATION),
-    # `check/memory.py` has its size in `TILE`
+    # `check/shadow.py` has its size in `TILE`
     Names("trl.kernels.chunked_logprob:", ("TOKEN_CHUNK_SIZE",), ()),
 ]
 
@@ -112,7 +112,7 @@ HUGGING_FACE = [
     Names("transformers.trainer_callback:", ("ExportableState",), ("weights/savable.py",)),
     Names("transformers:PreTrainedModel", ("all_tied_weights_keys",), GATHER),
     Names("transformers:PreTrainedModel", ("_from_config",), ("benchmarks/models.py",)),
-    Names("transformers:PreTrainedModel", ("_no_split_modules",), MEMORY),
+    Names("transformers:PreTrainedModel", ("_no_split_modules",), SHADOW),
     Names("transformers:PreTrainedModel", ("should_save_on_this_rank",), ("training/saving.py",)),
     Names(
         "transformers:PreTrainedConfig",
@@ -178,13 +178,13 @@ PEFT = [
 
 TORCH = [
     Names("torch:Tensor", ("_version", "grad_dtype"), MASTERS),
-    Names("torch:UntypedStorage", ("_cdata",), MEMORY),
+    Names("torch:UntypedStorage", ("_cdata",), SHADOW),
     Names("torch:", ("_foreach_copy_", "_foreach_div_"), MASTERS),
     Names("torch:", ("_foreach_mul",), ("weights/lora.py",)),
     Names("torch:", ("_foreach_mul_",), ("benchmarks/publish.py",)),
     Names("torch:", ("_dynamo",), ("benchmarks/step_trainers.py",)),
     Names("torch.nn:Module", ("_non_persistent_buffers_set",), GATHER),
-    Names("torch.nn:Module", ("_apply",), MEMORY),
+    Names("torch.nn:Module", ("_apply",), SHADOW),
     Names(
         "torch.optim.lr_scheduler:LambdaLR",
         ("_last_lr", "base_lrs", "lr_lambdas"),
@@ -202,7 +202,7 @@ TORCH = [
         ("reduce_tensor", "rebuild_cuda_tensor"),
         ("tensors/shared_memory.py",),
     ),
-    Names("torch.utils._python_dispatch:", ("TorchDispatchMode",), MEMORY),
+    Names("torch.utils._python_dispatch:", ("TorchDispatchMode",), SHADOW),
     Names(
         "torch.utils._python_dispatch:TorchDispatchMode",
         ("__torch_dispatch__(func, types, args, kwargs)",),

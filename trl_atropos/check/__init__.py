@@ -229,13 +229,14 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
     """Adds the findings about lengths, disk and memory. Returns `Report.memory`."""
     from trl_atropos.batches.sequence_parallel import require_shared_heads
     from trl_atropos.check import fit, sessions
+    from trl_atropos.check.disk import disk
     from trl_atropos.check.launch import Plan, case_of, plan_of, refused
-    from trl_atropos.check.memory import disk
-    from trl_atropos.check.services import lengths
+    from trl_atropos.check.lengths import deadlines, lengths
 
     plan = plan_of(recipe.training, launch)
     case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
     findings += lengths(recipe, case)
+    findings += deadlines(recipe)
     findings += sessions.findings(recipe, case)
     findings += refused(lambda: require_shared_heads(case.config, launch.sp_size))
     findings += disk(case, launch.elsewhere)

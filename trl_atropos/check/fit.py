@@ -12,8 +12,10 @@ from typing import Any
 
 from trl import get_peft_config
 
+from trl_atropos.batches.micro_batches import MOST_TOKENS
 from trl_atropos.check.launch import GIB, Case, Plan
 from trl_atropos.check.memory import Process, server_memory, smallest_cache, trainer_memory
+from trl_atropos.check.shadow import ACTIVATIONS
 from trl_atropos.errors import AtroposTrainingError as Finding
 
 Settings = dict[str, Any]  # of the recipe by name, and flags of the server (`--...`)
@@ -125,6 +127,8 @@ class Estimate:
             unit = "device"
             memory = "the device"
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
+        if plan.sp_size > 1:
+            size += f", a slice of {case.slice_length} in each"
         lines = [f"Peak memory per {unit} in GiB, estimated ({size}):"]
         lines += _process_lines(f"trainer, in {self.trainer.when}", self.trainer)
         subject = "the trainer"
@@ -261,15 +265,25 @@ def _advice(fit: Estimate) -> str:
             changed = adapted
     sentences += offers
     if not changed.fits:
-        sentences.append(
-            "Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
-        )
+        sentences.append(_last_resort(changed))
     return " ".join(sentences)
+
+
+def _last_resort(fit: Estimate) -> str:
+    """Returns what is left if no setting is enough."""
+    activations = fit.trainer.items.get(ACTIVATIONS, 0)
+    if activations > fit.trainer.total / 2:
+        return (
+            "Divide rows among more devices (`sp_size`: docs/long-rollouts.md), or take shorter "
+            "rollouts or a smaller model."
+        )
+    return "Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
 
 
 def _levers(fit: Estimate) -> Iterator[Settings]:
     """Yields the changes that save memory, what costs least first: a smaller KV cache, recomputed
-    activations, micro-batches of one rollout, and masters in host memory, or out of it."""
+    activations, micro-batches of one rollout, and masters in host memory, or out of it; then what
+    long rollouts keep of each layer in host memory."""
     case = fit.case
     args = case.training
     if fit.server is not None:
@@ -285,6 +299,13 @@ def _levers(fit: Estimate) -> Iterator[Settings]:
         yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
     if fit.plan.device == "cuda":  # on the CPU, host memory is the device's
         yield {"offload_master_weights": not args.offload_master_weights}
+        options = args.gradient_checkpointing_kwargs or {}
+        tokens = case.rollouts * case.slice_length
+        if tokens > MOST_TOKENS and not options.get("offload"):
+            waiting = {"gradient_checkpointing_kwargs": options | {"offload": True}}
+            if not args.gradient_checkpointing:
+                waiting["gradient_checkpointing"] = True
+            yield waiting
 
 
 def _enough(fit: Estimate) -> list[Settings]:

@@ -121,11 +121,20 @@ class Plan:
     mixed_precision: torch.dtype | None = None
     # bytes of a machine's own memory, if that is known and is not the device's
     host: int | None = None
+    sp_size: int = 1  # processes that divide each row
 
     @property
     def shards(self) -> int:
         """Processes among which the optimizer's state is divided."""
         return 1 if self.sharding == "none" else self.processes
+
+    @property
+    def divides_gradients(self) -> bool:
+        return self.sharding in ("zero2", "zero3", "fsdp")
+
+    @property
+    def divides_weights(self) -> bool:
+        return self.sharding in ("zero3", "fsdp")
 
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
@@ -162,6 +171,7 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
         offloads_weights=offloads_weights,
         mixed_precision=_mixed_precision(content, training),
         host=host,
+        sp_size=launch.sp_size,
     )
 
 
@@ -214,7 +224,7 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     training = recipe.training
     if training.replay_paths is not None:
         return
-    if training.mode.shares_memory:
+    if training.mode.shares_memory and launch.sp_size == 1:  # otherwise it is refused
         yield from _colocated(training, launch)
     gpus = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not gpus:  # nothing is known of the GPUs
@@ -382,6 +392,12 @@ class Case:
         return self.training.max_sequence_length or self.max_model_len
 
     @property
+    def slice_length(self) -> int:
+        """Tokens of the longest rollout that one process computes. With `sp_size`, others compute
+        the rest."""
+        return math.ceil(self.length / self.plan.sp_size)
+
+    @property
     def chooses_token_budget(self) -> bool:
         return self.plan.device == "cuda" and self.training.chooses_token_budget
 
@@ -414,6 +430,13 @@ class Case:
         computes_in = self.autocast or self.dtype
         in_float32 = self.plan.device == "cuda" and computes_in == torch.float32
         return in_float32 and shared not in (None, heads)
+
+    @property
+    def packs(self) -> bool:
+        """True if rollouts are packed into rows, as far as the settings tell."""
+        if self.plan.sp_size > 1:
+            return True
+        return self.training.padding_free and not self.plain_attention
 
     @property
     def shares_weights(self) -> bool:

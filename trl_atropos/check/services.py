@@ -1,14 +1,11 @@
 """Finds what is wrong with the services and environments of a recipe.
 
 `services` looks for room for those that the run starts, and asks those that answer already.
-`lengths` compares numbers of tokens. `environments` looks at the Python, the code and the stated
-settings of each environment, but not at what the run itself writes for it. `check/__init__.py`
-calls the three.
+`environments` looks at the Python, the code and the stated settings of each environment, but not at
+what the run itself writes for it. `check/__init__.py` calls both.
 """
 
-import ast
 import contextlib
-import math
 import os
 import socket
 import subprocess
@@ -19,30 +16,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.agents.agent_tasks import lines_of
-from trl_atropos.check.launch import Case, Launch, plan_of, refused
+from trl_atropos.check.launch import Launch, plan_of, refused
 from trl_atropos.check.scripts import ask_python, mistakes
 from trl_atropos.check.settings import requirements
 from trl_atropos.environment_kinds import FUNCTION, PLACEHOLDER, AgentEntry
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import number_of, parallel, server_flags, stated_flags
+from trl_atropos.flags import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.environment_source import parse_script, reshaping_requests
+from trl_atropos.services.environment_source import reshaping_requests
 from trl_atropos.services.manager import (
     port_of,
     require_free_port,
     require_shared_memory,
     require_sockets,
 )
-from trl_atropos.weights.model_setup import num_positions
 
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
 ANSWER = 5.0  # seconds
-LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's variable
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
@@ -112,114 +107,6 @@ def _answers(url: str) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------ lengths
-
-
-def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
-    """Yields what is longer than the server, the model or the trainer takes, in tokens."""
-    starts = recipe.services.start_vllm and case.flags is not None
-    longest = recipe.training.max_sequence_length
-    served = math.inf  # the flags of a server that runs already are not known
-    if starts:
-        served = case.max_model_len
-    limit = min(served, longest or math.inf)
-    if longest and longest > served:
-        what = "The server samples shorter rollouts than the trainer is to take"
-        seen = f"max_sequence_length: {longest}, --max-model-len {served}"
-        fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
-        yield Finding(what, seen, fix, "sequence-length")
-    positions = num_positions(case.config)
-    if starts and served > positions and os.environ.get(LONGER, "0") != "1":
-        what = (
-            "The server is to take longer rollouts than the model was made for, and vLLM will "
-            "not start"
-        )
-        seen = f"--max-model-len {served}, max_position_embeddings: {positions:.0f}"
-        fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
-        yield Finding(what, seen, fix, "model-length")
-    wrong_divisor = list(_divisor(recipe))
-    yield from wrong_divisor
-    completion = recipe.training.max_completion_length
-    default = type(recipe.training).max_completion_length
-    if not wrong_divisor and completion is not None and limit <= completion != default:
-        what = (
-            "Completions cannot become as long as `max_completion_length`, because prompts "
-            "count too"
-        )
-        seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        higher = "`max_sequence_length`"
-        if starts and limit != longest:
-            higher = "`--max-model-len` in `vllm_args`"
-        fix = f"Lower `max_completion_length`, or raise {higher}."
-        yield Finding(what, seen, fix, "completion-length", WARNING)
-    for spec in recipe.environments:
-        tokens = recipe.stated_number(spec, "max_token_length")
-        if tokens and tokens > limit:
-            what = "it samples longer rollouts than the server takes or the trainer trains on"
-            seen = f"max_token_length: {tokens:.0f}, the longest rollout: {limit}"
-            fix = f"Lower `max_token_length` to {limit}."
-            yield _finding(spec, what, seen, fix, "environment-length", WARNING)
-
-
-def _divisor(recipe: Recipe) -> Iterator[Finding]:
-    """Yields a finding if the loss divides by more tokens than a completion has, as far as the
-    environments' settings tell."""
-    divisor = recipe.training.max_completion_length
-    if recipe.training.loss_type != "dr_grpo" or not divisor or not recipe.environments:
-        return
-    tokens = {}
-    for spec in recipe.environments:
-        tokens[spec.name] = _longest_completion(recipe, spec) or math.inf
-    longest = max(tokens.values())
-    if divisor > longest:
-        what = (
-            "`loss_type: dr_grpo` divides by `max_completion_length`, which is more than any "
-            "environment samples"
-        )
-        sampled = ", ".join(f"{name}: at most {size:.0f} tokens" for name, size in tokens.items())
-        seen = f"max_completion_length: {divisor}, {sampled}"
-        fix = (
-            f"Set `max_completion_length: {longest:.0f}`, or the gradients are smaller by the "
-            "ratio. (If rollouts branch, set it to the most tokens that one trains in all branches "
-            "together.)"
-        )
-        yield Finding(what, seen, fix, "loss-divisor", WARNING)
-
-
-def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
-    """Returns the tokens that an environment samples at most for a rollout, or `None` if its
-    settings do not tell: those that the recipe states, and the defaults that its script writes as
-    `name: int = 5` or `name: int = Field(default=5)`."""
-    settings = _defaults_in_script(spec) | recipe.stated(spec)
-    # the tokens of several turns add up, and so do the answers to them
-    has_turns = any("turn" in name for name in settings)
-    setting = "max_token_length" if has_turns else "max_new_tokens"
-    return number_of(settings.get(setting))
-
-
-def _defaults_in_script(spec: EnvironmentSpec) -> dict[str, Any]:
-    """Returns the defaults in an environment's script by the names of its settings."""
-    if spec.path is None:
-        return {}
-    tree = parse_script(spec.script)
-    if tree is None:
-        return {}
-    defaults = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            defaults[name] = _constant(node.value)
-    return defaults
-
-
-def _constant(value: ast.expr | None) -> Any:
-    """Returns the constant that `5` or `Field(default=5)` is, or `None`."""
-    for keyword in getattr(value, "keywords", ()):
-        if keyword.arg == "default":
-            value = keyword.value
-    return getattr(value, "value", None)
-
-
 # ------------------------------------------------------------------------------------- environments
 
 PROBE = """import importlib.metadata, importlib.util, json, sys
@@ -266,7 +153,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield Finding(what, seen, "Correct `--chat-template` in `vllm_args`.", "chat-template")
 
 
-def _finding(
+def environment_finding(
     spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR
 ) -> Finding:
     return Finding(f"Environment {spec.name!r}: {what}", seen, fix, code, level)
@@ -286,7 +173,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         message = str(getattr(error, "stderr", "") or error)
         last_line = message.strip().splitlines()[-1]
         fix = "Correct its `python`."
-        yield _finding(spec, what, f"{python}: {last_line}", fix, "environment-python")
+        yield environment_finding(spec, what, f"{python}: {last_line}", fix, "environment-python")
         return
     yield from _atroposlib(spec, python, installed.get("atroposlib"))
     if module:
@@ -301,7 +188,9 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         missing = "there is no such script"
         seen = str(path)
     if not path.is_file():
-        yield _finding(spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script")
+        yield environment_finding(
+            spec, missing, seen, "Correct its `command` or `cwd`.", "environment-script"
+        )
         return
     yield from mistakes(spec, python, path)
     transformers = installed.get("transformers", "0")
@@ -314,7 +203,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
             "log-probabilities; or make a virtual environment with `transformers<5` and name its "
             "Python as `python` of this entry."
         )
-        yield _finding(spec, what, seen, fix, "tokenizes")
+        yield environment_finding(spec, what, seen, fix, "tokenizes")
 
 
 def _installed(
@@ -341,7 +230,7 @@ def _atroposlib(spec: EnvironmentSpec, python: str, version: str | None) -> Iter
         "`python` in its entry."
     )
     what = "its Python does not have the Atropos that it needs"
-    yield _finding(spec, what, seen, fix, "environment-atroposlib")
+    yield environment_finding(spec, what, seen, fix, "environment-atroposlib")
 
 
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
@@ -349,7 +238,9 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
     variables = {**os.environ, **spec.env}
     if variables.get(DUMMY) not in (None, "", "0"):
         what = "it may send made-up tokens in place of those that were sampled"
-        yield _finding(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
+        yield environment_finding(
+            spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens"
+        )
     servers = [_stated_server(command)]
     content = recipe.environment_content(spec)
     if content is not None:
@@ -360,7 +251,7 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
         if kind not in WITH_TOKENS:
             what = "its server type returns neither token ids nor log-probabilities"
             fix = "Set `server_type` to 'vllm'."
-            yield _finding(spec, what, f"server_type: {kind}", fix, "server-type")
+            yield environment_finding(spec, what, f"server_type: {kind}", fix, "server-type")
             break
     for server in servers:
         url = server.get("base_url")
@@ -373,7 +264,7 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
             fix = (
                 "Set it to `{vllm_url}/v1`, or leave it if a router to the run's servers is there."
             )
-            yield _finding(spec, what, seen, fix, "server-url", WARNING)
+            yield environment_finding(spec, what, seen, fix, "server-url", WARNING)
             break
 
 
@@ -440,12 +331,12 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     if _port(url) != _port(training.atropos_url):  # a host has several names
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
-        yield _finding(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
+        yield environment_finding(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
     steps = recipe.stated_number(spec, "total_steps")
     if steps is not None and 0 <= steps < training.max_steps:
         what = "it ends before the run does"
         seen = f"total_steps: {steps:.0f}, max_steps: {training.max_steps}"
-        yield _finding(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
+        yield environment_finding(spec, what, seen, "Leave `total_steps` out.", "environment-steps")
     ahead = recipe.stated_number(spec, "max_batches_offpolicy")
     oldest = training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
@@ -455,7 +346,7 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
         )
         seen = f"max_batches_offpolicy: {ahead:.0f}, max_staleness: {oldest}"
         fix = f"Lower `max_batches_offpolicy` to {max(1, oldest)}, or raise `max_staleness`."
-        yield _finding(spec, what, seen, fix, "staleness", WARNING)
+        yield environment_finding(spec, what, seen, fix, "staleness", WARNING)
 
 
 def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
@@ -472,7 +363,7 @@ def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
         shown = requests[:REQUESTS_SHOWN]
         places = [f"{request.text} (line {request.line} of {spec.path})" for request in shown]
         fix = "Leave this out of requests for rollouts that are trained on."
-        yield _finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
+        yield environment_finding(spec, what, ", ".join(places), fix, "reshaped", WARNING)
 
 
 def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding]:
@@ -482,30 +373,32 @@ def agent_findings(spec: EnvironmentSpec, agent: AgentEntry) -> Iterator[Finding
         if word.endswith((".py", ".sh")) and "{" not in word and not os.path.isfile(word):
             what = "its command names a script that is not there"
             fix = "Correct it: a path in `command` is seen from the recipe's folder."
-            yield _finding(spec, what, word, fix, "environment-script", WARNING)
+            yield environment_finding(spec, what, word, fix, "environment-script", WARNING)
     if not isinstance(agent.tasks, str) or FUNCTION.fullmatch(agent.tasks):
         return
     try:
         tasks = lines_of(Path(agent.tasks))
     except Finding as error:
-        yield _finding(spec, error.what, error.seen, error.fix, "agent-tasks")
+        yield environment_finding(spec, error.what, error.seen, error.fix, "agent-tasks")
         return
     if not tasks:
         fix = "Write one task a line."
-        yield _finding(spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks")
+        yield environment_finding(
+            spec, "it has no tasks", f"tasks: {agent.tasks}", fix, "agent-tasks"
+        )
         return
     problems = getattr(spec, "problems", None)
     if problems is not None and problems > len(tasks):
         what = f"it asks for {problems} problems, and there are {len(tasks)} tasks"
         fix = f"Set `problems: {len(tasks)}`, or write more tasks."
-        yield _finding(spec, what, f"problems: {problems}", fix, "agent-tasks")
+        yield environment_finding(spec, what, f"problems: {problems}", fix, "agent-tasks")
     for word in agent.command:
         for placeholder in PLACEHOLDER.finditer(word):
             key = placeholder["key"]
             if key is not None and not (isinstance(tasks[0], dict) and key in tasks[0]):
                 what = f"its tasks have no entry {key!r}, which its command names"
                 fix = f"Correct `{{task[{key}]}}` in `command`."
-                yield _finding(spec, what, str(tasks[0])[:100], fix, "agent-tasks")
+                yield environment_finding(spec, what, str(tasks[0])[:100], fix, "agent-tasks")
 
 
 def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
@@ -524,7 +417,7 @@ def _group_sizes(recipe: Recipe) -> Iterator[Finding]:
                 "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the "
                 "advantage) or `zero`."
             )
-            yield _finding(spec, what, seen, fix, "group-of-one")
+            yield environment_finding(spec, what, seen, fix, "group-of-one")
     largest = max(sizes.values(), default=1)
     if any(largest % size for size in sizes.values()):  # api/utils.py:59
         what = (
