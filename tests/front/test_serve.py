@@ -85,8 +85,9 @@ def front(models, tmp_path_factory) -> Iterator[Server]:
             "front", front_command(models[0], port), env=environment, health_url=f"{url}/health"
         )
         services.wait_healthy("front", START_WITHIN)
-        (api,) = psutil.Process(services.running()[0].guard.pid).children()
-        yield Server(url, token, models[0], api)
+        guard = services.running()[0].guard
+        (api,) = psutil.Process(guard.pid).children()
+        yield Server(url, token, models[0], api, process=guard)
 
 
 @contextmanager
@@ -535,24 +536,6 @@ def test_engine_death_is_reported_and_ends_front(doomed):
     assert "trl-atropos serve: engine ended with exit code 137 (SIGKILL)" in log.read_text()
 
 
-def test_sigterm_ends_front_despite_open_requests(doomed):
-    server, process, behind, _log = doomed
-    with lease(server):
-        in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
-        wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
-        Call(lambda: server.control("POST", "/pause"))
-        wait_for(lambda: info(server)["paused"], "the pause to begin")
-        held = Call(lambda: sample(server))
-        time.sleep(0.2)
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        for call in (in_flight, held):
-            assert call.result(5).status_code == 503
-            assert "shut down" in call.result().json()["error"]
-        assert process.wait(GONE_WITHIN) == 128 + signal.SIGTERM
-        assert_gone(behind, began)
-
-
 @pytest.mark.full  # `tests/services/test_guard.py` has others that do not
 def test_engine_dies_with_killed_front(doomed):
     _server, process, behind, _log = doomed
@@ -560,3 +543,22 @@ def test_engine_dies_with_killed_front(doomed):
     process.kill()
     process.wait()
     assert_gone(behind, began)
+
+
+def test_sigterm_ends_front_despite_open_requests(front):
+    """Comes last, because it ends what the tests above share."""
+    behind = front.api.children(recursive=True)
+    with lease(front):
+        in_flight = Call(lambda: sample(front, num_tokens=500, n=64))
+        wait_for(lambda: front.metric("num_requests_running") > 0, "the request to begin")
+        Call(lambda: front.control("POST", "/pause"))
+        wait_for(lambda: info(front)["paused"], "the pause to begin")
+        held = Call(lambda: sample(front))
+        time.sleep(0.2)
+        began = time.monotonic()
+        front.api.send_signal(signal.SIGTERM)
+        for call in (in_flight, held):
+            assert call.result(5).status_code == 503
+            assert "shut down" in call.result().json()["error"]
+        assert front.process.wait(GONE_WITHIN) == 128 + signal.SIGTERM
+        assert_gone(behind, began)
