@@ -35,6 +35,7 @@ MAY_IMPORT = {
         "environment_entry",
         "recipe",
         "rollouts",
+        "run_messages",
         "server_client",
         "services",
         "session_client",
@@ -42,6 +43,7 @@ MAY_IMPORT = {
         "weights",
     },
     "embedded": {"recipe", "services", "train"},
+    "run_messages": {"config", "recipe", "weights"},
     "check": {
         "agents",
         "batches",
@@ -60,7 +62,7 @@ MAY_IMPORT = {
     "train": {
         "recipe",
         "recipe_checks",
-        "rollouts",
+        "run_messages",
         "services",
         "trainer",
         "config",

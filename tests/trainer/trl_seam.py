@@ -213,7 +213,7 @@ TORCH = [
         ("register_module_parameter_registration_hook(hook)",),
         ("server/layout.py",),
     ),
-    Names("tqdm.auto:tqdm", ("_instances",), ("train.py",)),
+    Names("tqdm.auto:tqdm", ("_instances",), ("run_messages.py",)),
 ]
 
 # --------------------------------------------------------------------------------- lines of TRL's source
