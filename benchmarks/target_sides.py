@@ -28,8 +28,8 @@ import yaml
 from benchmarks.target_environment import FIRST_REQUEST
 from benchmarks.target_exam import Exam, Settings, do_nothing, pretrain
 from trl_atropos import __version__
-from trl_atropos import train as main_job
 from trl_atropos.services.manager import free_port
+from trl_atropos.services.mps import start_mps
 
 if TYPE_CHECKING:  # it imports vLLM, which our side's process needs not
     from trl_atropos.weights.publisher import ServerPublisher
@@ -50,7 +50,7 @@ def serve_ours(settings: Settings, is_bitwise: bool) -> None:
     if is_bitwise:
         recipe |= settings.protocol["bitwise"]
     if recipe.get("mps"):
-        main_job.start_mps(str(settings.folder / "mps"))
+        start_mps(str(settings.folder / "mps"))
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
 
     import trl_atropos  # only when MPS is there, which CUDA looks for once

@@ -16,12 +16,43 @@ os.environ.pop("TRL_ATROPOS_VERBOSITY", None)
 os.environ.pop("COLUMNS", None)
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+gc.disable()  # a fifth of what the imports of all tests take; until the tests are collected
 BEGAN = pytest.StashKey[float]()
+TESTS = Path(__file__).parent
+# Seconds of the files that take longest, as `make test-all PYTEST_ARGS=--durations=0` adds up. Of
+# others, the marks of their tests say how long they take, up to `UNMEASURED` a file.
+LONGEST = {
+    "weights/test_modes.py": 260,
+    "end_to_end/test_as_users.py": 140,
+    "check/test_memory.py": 130,
+    "end_to_end/test_quickstart.py": 130,
+    "house/test_wheel.py": 115,
+    "front/test_serve.py": 85,
+    "weights/test_several_servers.py": 110,
+    "weights/test_versions.py": 70,
+    "weights/test_faults.py": 83,
+    "trainer/test_equal_to_trl.py": 80,
+    "end_to_end/test_bench.py": 73,
+    "end_to_end/test_embedded.py": 70,
+    "batches/test_packing.py": 65,
+    "end_to_end/test_recipes.py": 60,
+    "recipe/test_wrong_inputs.py": 55,
+    "recipe/test_mistakes.py": 55,
+    "end_to_end/test_agents.py": 50,
+    "weights/test_fingerprints.py": 50,
+    "trainer/test_equal_processes.py": 45,
+    "weights/test_gather.py": 45,
+    "services/test_restarts.py": 42,
+    "trainer/test_trees.py": 41,
+    "weights/test_sharded_publish.py": 40,
+    "commands/test_mistakes.py": 36,
+    "check/test_check.py": 35,
+}
+UNMEASURED = 34
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 
 
@@ -30,7 +61,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Notes how long a whole tier took, or all of them in one go, for `make house`."""
+    """Notes how long a whole tier took, or all of them in one go, for `make house`. What is frozen
+    would not be taken apart, and some libraries complain of that."""
+    gc.unfreeze()
     config = session.config
     tier = config.option.markexpr or ("matrix" if FULL else "all")
     chosen = config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
@@ -46,6 +79,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Every `train()` collects garbage, which would look through all of torch again and again."""
+    gc.freeze()
+    gc.enable()
+
+
 def order(items: list[pytest.Item]) -> None:
     """The files that take longest come first: a worker that begins with one at the end would leave
     the others idle."""
@@ -59,16 +99,18 @@ def order(items: list[pytest.Item]) -> None:
         else:
             takes = 5 if "server" in marks else 1
         seconds[item.path] += 0 if "skip" in marks else takes
+    for path in seconds:
+        name = path.relative_to(TESTS).as_posix()
+        is_measured = name in LONGEST
+        seconds[path] = LONGEST[name] if is_measured else min(seconds[path], UNMEASURED)
     items.sort(key=lambda item: (-seconds[item.path], item.path))
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a byte-level Qwen3 with random weights."""
     from tests.rollout_factory import make_tiny_model
     from trl_atropos import trainer  # noqa: F401 - everything heavy is imported now
 
-    # every `train()` collects garbage, which would look through all of torch again and again
     gc.freeze()
-    yield make_tiny_model(tmp_path_factory.mktemp("model"))
-    gc.unfreeze()
+    return make_tiny_model(tmp_path_factory.mktemp("model"))

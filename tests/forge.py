@@ -54,9 +54,14 @@ FORKED_ENGINES = {
 # For the environment of an Atropos environment that needs a tokenizer only: 3 of its 6 seconds of a
 # CPU are for torch.
 WITHOUT_TORCH = {"PYTHONPATH": str(ROOT / "tests/no_torch")}
+BEGINNING = """
+import gc
+gc.disable()  # a fifth of what the imports take
+"""
 PROGRAM = """
-import atexit, ctypes, gc, json, os, runpy, select, signal, socket, struct, sys, tempfile, threading
+import atexit, ctypes, json, os, runpy, select, signal, socket, struct, sys, tempfile, threading
 gc.freeze()  # the forks would otherwise copy what they only look at
+gc.enable()
 given = int(sys.argv[1])  # as high as a test process has files open, and select takes no 1024
 listener = socket.socket(fileno=os.dup(given))
 os.close(given)
@@ -282,7 +287,7 @@ class Forge:
     def _start(self, listener: socket.socket) -> None:
         number = listener.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", self._imports + PROGRAM, str(number)],
+            [sys.executable, "-c", BEGINNING + self._imports + PROGRAM, str(number)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

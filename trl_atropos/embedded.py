@@ -142,7 +142,9 @@ def _parse(recipe: str | os.PathLike[str], settings: Mapping[str, Any]) -> "Reci
     speak()
     argv = ["--config", os.fspath(recipe)]
     stated = main_job.apply_recipe_environment(argv)
-    main_job.prepare_mps(stated | dict(settings))
+    from trl_atropos.services.mps import prepare_mps
+
+    prepare_mps(stated | dict(settings))
     with activity("Reading the recipe"), main_job.without_vllm():
         from trl_atropos.recipe import parse
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -266,19 +264,9 @@ def test_group_or_traceback_of_each_is_shown(tmp_path):
         "vllm_server_base_url": url,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    command = [
-        sys.executable,
-        "-m",
-        "trl_atropos.cli",
-        "try",
-        "--num_processes",
-        "1",
-        "recipe.yaml",
-    ]
+    command = ["-m", "trl_atropos.cli", "try", "--num_processes", "1", "recipe.yaml"]
     env = os.environ | FORKED_ENGINES | {"COLUMNS": "80"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
-    )
+    done = TRAINER.run(command, env, tmp_path, timeout=400)
     print(done.stdout, done.stderr)
     assert done.returncode == 1
     good, _, bad = done.stdout.partition("A run would train on 8 of 8.")

@@ -4,43 +4,23 @@ import contextlib
 import json
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.agents.page_example import write_example
-from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, make_model
+from tests.end_to_end.own_environment import WITHIN, run_with, starting
 from trl_atropos.agents.episode_environment import TaskOrder
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]
-STEPS = 3
+STEPS = 2
 BATCH = 8
 
 
 def test_agent_of_the_page_trains(tmp_path):
-    recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
-    recipe |= write_example(tmp_path)
-    recipe |= {
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "per_device_train_batch_size": BATCH,
-    }
-    del recipe["evaluations"]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    make_model(tmp_path / "model")
-    # pytest's own folders are too long for sockets
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        path = str(tmp_path / "recipe.yaml")
-        env = {"TMPDIR": short} | FORKED_ENGINES
-        run = Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env)
-        with run:
-            run.child.wait(400)
-        assert list(Path(short).glob("ta*")) == []
-    assert run.exit_code() == 0, run.output[-3000:]
+    (entry,) = write_example(tmp_path)["environments"]
+    run_with(tmp_path, entry, {"max_steps": STEPS, "per_device_train_batch_size": BATCH})
     logs = logs_of(tmp_path / "run")
     assert summed(logs, "environment/agent/episodes/ended") >= STEPS * BATCH
     sampled = summed(logs, "environment/agent/tokens/sampled")
@@ -86,31 +66,23 @@ def test_killed_run_resumes_with_the_next_task(tmp_path):
         "group_size": 4,
         "env": {"ASKED": str(tmp_path / "asked")},
     }
-    recipe = yaml.safe_load((ROOT / "recipes/own_environment/cpu.yaml").read_text())
-    recipe |= {
-        "environments": [{"agent": entry}],
+    settings = {
         "max_steps": 4,
         "save_strategy": "steps",
         "save_steps": 1,
         "per_device_train_batch_size": BATCH,
     }
-    del recipe["evaluations"]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    make_model(tmp_path / "model")
     state = tmp_path / "run/environments/agent.state"
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        env = {"TMPDIR": short} | FORKED_ENGINES
-        path = str(tmp_path / "recipe.yaml")
-        with Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env) as run:
-            # the first is whole when the second begins
-            run.until((tmp_path / "run/checkpoint-2").exists, "a second checkpoint begins")
-            os.killpg(run.child.pid, signal.SIGKILL)
-            wait_for(lambda: not processes_with(run.marker))
-        given = int(state.read_text())
-        (tmp_path / "asked").unlink()
-        flags = ("--resume_from_checkpoint", "true")
-        with Run(tmp_path / "run", tmp_path / "model", recipe=path, env=env, flags=flags) as run:
-            run.child.wait(400)
+    with starting(tmp_path, {"agent": entry}, settings) as run:
+        # the first is whole when the second begins
+        run.until((tmp_path / "run/checkpoint-2").exists, "a second checkpoint begins")
+        os.killpg(run.child.pid, signal.SIGKILL)
+        wait_for(lambda: not processes_with(run.marker))
+    given = int(state.read_text())
+    (tmp_path / "asked").unlink()
+    resumes = ("--resume_from_checkpoint", "true")
+    with starting(tmp_path, {"agent": entry}, settings, *resumes) as run:
+        run.child.wait(WITHIN)
     assert run.exit_code() == 0, run.output[-3000:]
     order = TaskOrder(tasks, 42, None)  # the run's seed, by default
     all_tasks = [order.next() for _ in range(int(state.read_text()))]

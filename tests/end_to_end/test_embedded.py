@@ -16,8 +16,9 @@ from nbclient import NotebookClient
 import trl_atropos
 from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT
-from trl_atropos import embedded, train
+from trl_atropos import embedded
 from trl_atropos.errors import RecipeError
+from trl_atropos.services import mps
 from trl_atropos.services.signals import Interrupted, handlers
 
 NOTEBOOK = ROOT / "recipes/quickstart/quickstart.ipynb"
@@ -26,10 +27,13 @@ NOTEBOOK = ROOT / "recipes/quickstart/quickstart.ipynb"
 @pytest.mark.server
 @pytest.mark.slow(120)
 def test_notebook_runs_from_top_to_bottom(tmp_path):
-    """In a copy of the repository's folders that it uses, as somebody opens it."""
+    """In a copy of the repository's folders that it uses, as somebody opens it, with fewer steps:
+    `test_quickstart.py` sees this recipe learn."""
     folder = tmp_path / "recipes/quickstart"
     shutil.copytree(NOTEBOOK.parent, folder)
     notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
+    (trains,) = [cell for cell in notebook.cells if "max_steps=60," in cell.source]
+    trains.source = trains.source.replace("max_steps=60,", "max_steps=12,")
     client = NotebookClient(
         notebook,
         timeout=400,
@@ -100,7 +104,7 @@ def test_mps_of_recipe_and_call_is_started(tmp_path, monkeypatch, setting):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"mps: {str(not setting).lower()}\noutput_dir: {tmp_path}/run\n")
     started = []
-    monkeypatch.setattr(train, "start_mps", started.append)
+    monkeypatch.setattr(mps, "start_mps", started.append)
     with pytest.raises(RecipeError, match="`max_steps` is -1"):
         trl_atropos.run(recipe, **setting)
     assert started == [f"{tmp_path}/run/logs"]

@@ -4,8 +4,6 @@ what reads it, and what a recipe says at its head is how it is started."""
 import itertools
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from recipes.tool_use import environment as tool_use
 from tests.check.desk import check
 from tests.end_to_end.miniature import STEPS, commands, miniature, server_urls
 from tests.end_to_end.miniature_model import GOODS, REASONING_GYM, make_speaker
+from tests.forge import TRAINER
 from tests.launching import free_urls
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
@@ -152,22 +151,12 @@ def test_accelerate_launches_with_each_configuration(config, tmp_path):
     if settings.num_machines > 1:
         flags += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
     (tmp_path / "tell.py").write_text(TELL)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"configs/accelerate/{config}",
-    ]
+    command = ["-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"configs/accelerate/{config}"]
     command += [*flags, "--main_process_port", free_urls(1)[0].rpartition(":")[2]]
-    done = subprocess.run(
-        [*command, str(tmp_path / "tell.py"), str(tmp_path / "told.json"), *TOLD[config]],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    command += [str(tmp_path / "tell.py"), str(tmp_path / "told.json"), *TOLD[config]]
+    done = TRAINER.run(command, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "told.json").read_text()) == TOLD[config]
 
 
@@ -513,7 +502,8 @@ def test_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     }
     flags = ("--logging_steps", "1", *(("--overlay", overlay) if overlay else ()))
     with miniature(recipe, tmp_path, speaker, environment=environment, flags=flags) as run:
-        run.until(lambda: not run.processes(), "the run ends", 900)
+        run.child.wait(900)
+        run.until(lambda: not run.processes(), "everything of the run ends", 60)
     assert run.exit_code() == 0, run.output[-4000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == STEPS

@@ -18,8 +18,9 @@ from trl_atropos import logging as verbosity
 from trl_atropos.cli import COMMANDS
 from trl_atropos.errors import ServerError, ServerTimeout, ServiceError
 from trl_atropos.recipe import PARTS, ServicesConfig, _Parser
+from trl_atropos.run_messages import message_of, print_help, show_warning
 from trl_atropos.services.manager import Services
-from trl_atropos.train import _message, _show_warning, print_help, set_up_logging
+from trl_atropos.train import set_up_logging
 
 SPEAK = """
 import logging
@@ -109,15 +110,15 @@ def raised_after(first: Exception, then: Exception) -> Exception:
 def test_hung_server_is_reported():
     ended = ServiceError("vllm ended with exit code 1")
     assert (
-        _message(raised_after(ServerTimeout("no answer within 60 s"), ended))
+        message_of(raised_after(ServerTimeout("no answer within 60 s"), ended))
         == "no answer within 60 s"
     )
     assert (
-        _message(raised_after(ServerError("the connection broke"), ended))
+        message_of(raised_after(ServerError("the connection broke"), ended))
         == "vllm ended with exit code 1"
     )
-    assert _message(raised_after(ended, OSError("a pipe broke"))) == "vllm ended with exit code 1"
-    assert _message(ValueError("a mistake in the code")) is None
+    assert message_of(raised_after(ended, OSError("a pipe broke"))) == "vllm ended with exit code 1"
+    assert message_of(ValueError("a mistake in the code")) is None
 
 
 def cli(*words: str) -> tuple[int, str, str]:
@@ -208,7 +209,7 @@ def test_help_of_every_setting_can_be_formatted():
 
 
 def test_warnings_of_libraries_are_plain(capsys):
-    _show_warning(UserWarning("`top_p` has no effect"), UserWarning, "config.py", 553)
+    show_warning(UserWarning("`top_p` has no effect"), UserWarning, "config.py", 553)
     assert capsys.readouterr().err == "warning: `top_p` has no effect\n"
 
 

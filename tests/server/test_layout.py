@@ -6,7 +6,7 @@ import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server import layout
-from trl_atropos.server.extension import WorkerExtension, unloaded
+from trl_atropos.server.extension import WorkerExtension
 from trl_atropos.server.layout import (
     ALIGNMENT,
     CopyTracer,
@@ -18,6 +18,7 @@ from trl_atropos.server.layout import (
     unique_storages,
     unnamed,
 )
+from trl_atropos.server.weight_receiver import unloaded
 from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.tensors.shared_memory import allocate_arena
 

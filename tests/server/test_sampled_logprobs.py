@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +17,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from tests.forge import FORKED_ENGINES
+from tests.forge import FORKED_ENGINES, TRAINER
 from trl_atropos.server import plugin, sampled_logprobs
 from trl_atropos.server.compat import EngineDeadError
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
@@ -309,14 +307,9 @@ def test_plugin_patches_engines_of_our_servers_alone(monkeypatch, name, variable
 def test_values_are_vllms_bit_for_bit(tmp_path):
     """20,000 tokens of requests of all kinds, with publishes, preemptions and aborts."""
     output = tmp_path / "result.json"
-    command = [sys.executable, "-m", "trl_atropos.cli", "bench", "sampling", "--equal", "20000"]
-    done = subprocess.run(
-        [*command, "--output", str(output)],
-        env=os.environ | FORKED_ENGINES,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command = ["-m", "trl_atropos.cli", "bench", "sampling", "--equal", "20000"]
+    command += ["--output", str(output)]
+    done = TRAINER.run(command, os.environ | FORKED_ENGINES, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     rows = json.loads(output.read_text())["rows"]
     assert [row["company"] for row in rows] == ["alone", "beside five", "beside none"]

@@ -18,6 +18,8 @@ SAMPLING = ("server/sampling.py",)
 SESSIONS = ("server/session_capture.py",)
 LAYOUT = ("server/layout.py",)
 EXTENSION = ("server/extension.py",)
+WEIGHTS = ("server/weight_receiver.py",)
+ADAPTERS = ("server/adapter_receiver.py",)
 CHANNEL = ("tensors/channel.py",)
 NUMERICS = ("batches/numerics.py",)
 
@@ -259,7 +261,7 @@ CONFIGS = [
     Names(
         "vllm.config:VllmConfig",
         ("model_config", "parallel_config", "lora_config", "cache_config", "load_config"),
-        EXTENSION,
+        EXTENSION + WEIGHTS + ADAPTERS,
     ),
     Names(
         "vllm.config:ModelConfig",
@@ -270,7 +272,7 @@ CONFIGS = [
     Names(
         "vllm.config:ModelConfig",
         ("quantization", "use_mla", "enable_sleep_mode", "get_num_experts()"),
-        EXTENSION,
+        EXTENSION + WEIGHTS,
     ),
     Names("vllm.config:ModelConfig", ("logits_processors",), COMPAT),
     Names("vllm.config:ParallelConfig", ("data_parallel_size",), CONTROL),
@@ -282,9 +284,11 @@ CONFIGS = [
             "pipeline_parallel_size",
             "world_size",
         ),
-        EXTENSION,
+        EXTENSION + ADAPTERS,
     ),
-    Names("vllm.config:LoRAConfig", ("lora_dtype", "max_lora_rank", "max_loras"), EXTENSION),
+    Names(
+        "vllm.config:LoRAConfig", ("lora_dtype", "max_lora_rank", "max_loras"), EXTENSION + ADAPTERS
+    ),
     Names("vllm.config:CacheConfig", ("block_size",), EXTENSION),
     Names("vllm.config:LoadConfig", ("load_format", "model_loader_extra_config"), LAYOUT),
 ]
@@ -295,23 +299,23 @@ WORKER = [
     Names(
         "vllm.v1.worker.worker_base:WorkerBase",
         ("vllm_config", "rank", "device", "model_runner", "add_lora(lora_request)"),
-        EXTENSION,
+        EXTENSION + ADAPTERS,
     ),
     Names(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         ("get_model()", "lora_manager"),
-        EXTENSION,
+        EXTENSION + ADAPTERS,
     ),
     # the runner of most models on a GPU
     Names(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         ("get_model()", "lora_manager"),
-        EXTENSION,
+        EXTENSION + ADAPTERS,
     ),
     Names(
         "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager",
         ("_adapter_manager", "lora_config", "vocab_size"),
-        EXTENSION,
+        ADAPTERS,
     ),
     Names(
         "vllm.lora.model_manager:LRUCacheLoRAModelManager",
@@ -324,7 +328,7 @@ WORKER = [
             "remove_adapter(adapter_id)",
             "remove_oldest_adapter()",
         ),
-        EXTENSION,
+        ADAPTERS,
     ),
     Names("vllm.lora.model_manager:LRUCacheLoRAModelManager", ("modules",), LAYOUT),
     Names(
@@ -345,12 +349,12 @@ WORKER = [
             "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, "
             "model_vocab_size, weights_mapper, skip_prefixes)",
         ),
-        EXTENSION,
+        ADAPTERS,
     ),
     Names(
         "vllm.lora.peft_helper:PEFTHelper",
         ("from_dict(config_dict)", "validate_legal(lora_config)"),
-        EXTENSION,
+        ADAPTERS,
     ),
     Names(
         "vllm.model_executor.models.utils:WeightsMapper",

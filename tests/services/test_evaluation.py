@@ -27,6 +27,7 @@ from trl_atropos.errors import EvaluationError
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.plane import ControlPlane
+from trl_atropos.services import starting
 from trl_atropos.services.evaluation_results import Result, interval, measures, pass_at
 from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services, free_port
@@ -365,7 +366,7 @@ def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN_VARIABLE, "another run's")  # so that it is put back
         patch.delenv(TOKEN_VARIABLE)
-        patch.setattr(train, "start_services", lambda *run: None)
+        patch.setattr(starting, "start_services", lambda *run: None)
         patch.setattr(train, "train", note_token)
         train.run(parsed(tiny_model, folder, [ENTRY], start_vllm=True))
         return environment_token(), asked_with[0]

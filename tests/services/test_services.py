@@ -39,8 +39,10 @@ from trl_atropos.services.manager import (
     require_shared_memory,
     require_sockets,
 )
+from trl_atropos.services.mps import start_mps
 from trl_atropos.services.service_log import tail
-from trl_atropos.train import apply_recipe_environment, start_mps, start_services
+from trl_atropos.services.starting import start_services
+from trl_atropos.train import apply_recipe_environment
 
 GONE_WITHIN = 15.0
 REGISTRATION = {
@@ -469,7 +471,7 @@ def test_scratch_of_service_is_removed_at_any_end(services, killed, tmp_path, mo
     assert not list(tmp_path.glob(f"{SCRATCH}*"))
 
 
-STARTS_MPS = "from trl_atropos.train import start_mps; start_mps('logs')\n"
+STARTS_MPS = "from trl_atropos.services.mps import start_mps; start_mps('logs')\n"
 
 
 def started_mps(folder: Path, code: str, **variables: str) -> subprocess.CompletedProcess:

@@ -14,7 +14,8 @@ import pytest
 from tests.sharded import launch
 from trl_atropos.recipe import RecipeError, parse
 from trl_atropos.recipe_checks import check_files
-from trl_atropos.train import _heed_ddp_timeout, _lost_contact
+from trl_atropos.run_messages import lost_contact
+from trl_atropos.train import _heed_ddp_timeout
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ def main(model: str, folder: str) -> None:
         try:
             dist.barrier()
         except RuntimeError as error:
-            told |= {"lost": _lost_contact(error), "seconds": time.monotonic() - began}
+            told |= {"lost": lost_contact(error), "seconds": time.monotonic() - began}
     Path(folder, f"told{rank}.json").write_text(json.dumps(told))
     if rank == 1:
         given_up = time.monotonic() + TIMEOUT + 30

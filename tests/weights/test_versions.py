@@ -619,7 +619,7 @@ def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, tmp_path)
     source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
     try:
         source.start(run_info(policy, tmp_path))
-        with environment(server, api):
+        with environment(server, api, ahead=4):
             for _ in range(6):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()

@@ -70,7 +70,8 @@ def require_words(
 def train(words: list[str]) -> None:
     """Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or
     130 after Ctrl-C. Unlike `accelerate launch`, it waits until the trainer has cleaned up."""
-    from trl_atropos.train import apply_recipe_environment, print_help
+    from trl_atropos.run_messages import print_help
+    from trl_atropos.train import apply_recipe_environment
 
     arguments = "RECIPE [accelerate's flags] [--SETTING VALUE ...]"
     require_words(_make_parser("train", arguments, ""), words)
@@ -203,7 +204,8 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     those that run."""
     from trl_atropos.services.evaluation_results import results_of
     from trl_atropos.services.manager import Services
-    from trl_atropos.train import evaluator_of, require_room, set_up_logging, start_servers
+    from trl_atropos.services.starting import require_room, start_servers
+    from trl_atropos.train import evaluator_of, set_up_logging
     from trl_atropos.weights.checkpoint import merged_model, step_of
 
     training = recipe.training

@@ -41,8 +41,8 @@ from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
 from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
+from trl_atropos.services.starting import control_token, start_services
 from trl_atropos.terminal import cut, fitted
-from trl_atropos.train import control_token, start_services
 
 logger = getLogger(__name__)
 

@@ -87,7 +87,7 @@ def compute_in_place(model: nn.Module, model_config) -> list[str]:
             method.experts_cls = InPlaceExperts
         elif isinstance(method, QuantizeMethodBase):
             packed.append(name)
-    if model_config.quantization is not None:  # `extension.py` loads quantised models anew
+    if model_config.quantization is not None:  # `weight_receiver.py` loads them anew
         return []
     if UnquantizedLinearMethod not in kinds:
         packed.append("the linear layers")

@@ -81,6 +81,12 @@ def _num_bytes(tensor: ParameterSpec) -> int:
     return math.prod(tensor.shape) * itemsize
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for the copies that are queued: an answer to the trainer means that they are done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class ChannelError(RuntimeError):
     """A transfer failed, or did not end in time. The message names the event that did not come."""
 
