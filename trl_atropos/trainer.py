@@ -1,9 +1,7 @@
 """`AtroposGRPOTrainer` overrides 23 methods of TRL's `GRPOTrainer` and Transformers' `Trainer`, and
 trains on the rollouts of a `RolloutSource` in place of a prompt dataset.
 
-Below are those that begin a run and take its generation batches. Its base classes have the others:
-`training/stepping.py` takes the training steps of a batch, and `training/saving.py` writes
-checkpoints and cards. Each method does its own work with a part of the trainer:
+The methods stand below in the order of a run. Each does its own work with a part of the trainer:
 `training/supply.py` brings the rollouts, `batches/generation_batch.py` makes tensors and
 micro-batches of them, `metrics/monitor.py` measures them, `training/computation.py` sets up how the
 models compute, `training/evaluation.py` evaluates, and `weights/publisher.py` publishes.
@@ -14,46 +12,72 @@ rewards through a reward function. To TRL's tensors, the trainer adds those of a
 of the rollouts in the batch, and the advantages, because Atropos groups vary in size.
 `tests/trainer/test_trl_seam.py` fails if a private name of TRL or Transformers that is used here
 moves.
+
+TRL's own micro-batch is called a *training step* here: one call of `training_step`. It trains on
+one or several *micro-batches*, each of which is one forward and backward pass.
+
+The loss corrects for the sampler by the ratio of the policy's probabilities to the sampler's. For
+this, TRL computes the policy's log-probabilities of every batch before training. We do so only if
+we must:
+
+- If the weights change while the batch is trained on, TRL computes them before training, as
+  `old_per_token_logps` (`_scores_first`).
+- Otherwise each training pass finds the same values. The `GenerationBatch` keeps them as
+  `scores_of_passes`, and they are compared with the sampler's when the batch is used up.
+
+Without correction (`vllm_importance_sampling_correction: false`), no values of passes are kept.
 """
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
 from trl_atropos.activity import Activity, activity
-from trl_atropos.batches.generation_batch import GenerationBatch
-from trl_atropos.batches.micro_batches import Batch, TokenBudget
+from trl_atropos.batches.generation_batch import GenerationBatch, computed_tokens
+from trl_atropos.batches.micro_batches import Batch, Scores, TokenBudget, loss_share
 from trl_atropos.batches.schedule import BatchSchedule
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import held_on_main, together
 from trl_atropos.metrics.flops import BatchFlops, peak_flops
 from trl_atropos.metrics.gradients import GRADIENT_NOT_FINITE, GradientCheck
 from trl_atropos.metrics.monitor import BatchMonitor
-from trl_atropos.metrics.timing import INGEST, StepTimes, Stopwatch
+from trl_atropos.metrics.timing import (
+    COMPUTE,
+    INGEST,
+    OPTIMIZER,
+    SAVE,
+    StepTimes,
+    Stopwatch,
+    settle,
+)
 from trl_atropos.metrics.token_means import TokenMeans
+from trl_atropos.report.hub import model_only, repository_made
 from trl_atropos.report.progress import show_lines
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RolloutSource
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
-from trl_atropos.training import requirements
+from trl_atropos.training import requirements, saving
 from trl_atropos.training.computation import (
     Computation,
     deepspeed_looked_up_once,
+    explained_out_of_memory,
+    gathered_once,
     parallelism_concealed,
 )
 from trl_atropos.training.evaluation import EvaluationCallback
-from trl_atropos.training.stepping import SteppingTrainer
 from trl_atropos.training.supply import BatchSupply, source_of, state_callback
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
@@ -83,7 +107,7 @@ def _empty_item(items: list[int]) -> list[dict[str, str]]:
     return [{"prompt": ""}]
 
 
-class AtroposGRPOTrainer(SteppingTrainer):
+class AtroposGRPOTrainer(GRPOTrainer):
     """
     GRPO on rollouts from Atropos environments.
 
@@ -189,6 +213,12 @@ class AtroposGRPOTrainer(SteppingTrainer):
             self.add_callback(callback)
 
     @property
+    def is_sharded(self) -> bool:
+        """True if DeepSpeed or FSDP trains: both divide the model among ranks, and have masters of
+        their own."""
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    @property
     def evaluations(self) -> list[Result]:
         """Results of the run's evaluations so far, on rank 0."""
         return self.evaluation.results
@@ -197,6 +227,12 @@ class AtroposGRPOTrainer(SteppingTrainer):
     def regroups(self) -> bool:
         """True if rollouts of similar length share a micro-batch."""
         return not (self.args.loss_depends_on_micro_batches or self.aux_loss_enabled)
+
+    @property
+    def _scores_first(self) -> bool:
+        """True if TRL scores a generation batch before training, because the weights change while
+        it is trained on."""
+        return self._schedule.changes_weights_within_batch
 
     # ------------------------------------------------------------------------------ training begins
 
@@ -399,6 +435,18 @@ class AtroposGRPOTrainer(SteppingTrainer):
         flops = self._times.flops_of(batch.rollouts)
         self._times.flops = self._schedule.trained_per_step(flops)
 
+    def _compare_with_sampler(self, scores: Batch) -> None:
+        """Compares the policy's log-probabilities, `old_per_token_logps` of `scores`, with the
+        sampler's."""
+        with self._gathered_once():
+            self._monitor.compare_with_sampler(
+                self._batch, scores, self._scores_first, self.use_vllm
+            )
+
+    def _gathered_once(self) -> AbstractContextManager[None]:
+        """Has what is gathered within take each rollout once."""
+        return gathered_once(self.accelerator, self.args.sp_size)
+
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """Returns what a training step trains on. For a new generation batch, TRL draws what each
         training step gets. The planned micro-batches, without their padding, take its place."""
@@ -410,6 +458,150 @@ class AtroposGRPOTrainer(SteppingTrainer):
             if drew_new_batch:
                 self._buffered_inputs = self._batch.micro_batches(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    # ------------------------------------------------------------------------------ a training step
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        """Scores as TRL does, in the micro-batches that are trained, and without their padding."""
+        forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
+        with self.stopwatch.part(COMPUTE):
+            scores = self._batch.score(
+                forward, model, input_ids, attention_mask, logits_to_keep, batch_size
+            )
+            if self._batch.current_micro_batch is None:  # TRL reads values of the batch next
+                settle(self.accelerator.device)
+        self._note_scores_of_pass(scores)
+        return scores
+
+    def _note_scores_of_pass(self, scores: Scores) -> None:
+        """Notes the log-probabilities of a training pass, whose ratio to the sampler's goes into
+        the loss. Before training, when TRL scores the batch, there is no pass."""
+        micro_batch = self._batch.current_micro_batch
+        if micro_batch is None:
+            return
+        logprobs, _, _ = scores
+        self._gradient_check.note_logprobs(micro_batch, logprobs)
+        self._batch.correct(logprobs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Returns the loss of a training step. Does the backward pass of all its micro-batches but
+        the last, whose backward pass TRL does."""
+        if return_outputs:
+            raise ValueError("GRPO's loss has no outputs to return")
+        self.policy_publisher.judge_last_publish()
+        *others, last = inputs.get("micro_batches", [inputs])
+        losses = []
+        divergences = []
+        for index, micro_batch in enumerate(others):
+            with self._measuring_memory(micro_batch, index):
+                loss, divergence = self._backward_on(model, micro_batch)
+            losses.append(loss)
+            divergences.append(divergence)
+        loss, divergence = self._micro_batch_loss(model, last)
+        scores = self._batch.scores_of_passes
+        ends_batch = self._schedule.ends_batch(self._step + 1)
+        if scores is not None and ends_batch:
+            # Here and no later: a warning may stop the run (`stop_on_warnings`), and should before
+            # the weights change, which DeepSpeed does within the backward pass that follows. TRL
+            # has just waited for the device, so reading the scores does not wait.
+            with self.stopwatch.part(INGEST):
+                self._compare_with_sampler(scores)
+        if divergence is not None:
+            self._monitor.log({"distillation/kl": divergence + sum(divergences)})
+        if self.accelerator.sync_gradients:
+            self._token_means.end_step()
+        total = loss + sum(losses)
+        self._gradient_check.note_loss(total)
+        return total
+
+    def _measuring_memory(self, micro_batch: Batch, index: int) -> AbstractContextManager[None]:
+        """Has the token budget measure the memory of a micro-batch whose backward pass is done
+        within. Two of a training step are not measured: the first, which also allocates the
+        gradients, and the last, whose backward pass TRL does elsewhere."""
+        budget = self._token_budget
+        if index == 0 or budget is None or not budget.measures:
+            return nullcontext()
+        if micro_batch.get("exceeds_budget"):  # it takes less memory a token than others
+            return nullcontext()
+        return budget.measured(computed_tokens(micro_batch))
+
+    def _backward_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
+        """Does the backward pass of a micro-batch, and returns what `_micro_batch_loss` does. The
+        loss comes without its graph, which would keep memory."""
+        with masters.accumulate_gradients(self.accelerator, model) as backward:
+            loss, divergence = self._micro_batch_loss(model, micro_batch)
+            backward(loss)
+        return loss.detach(), divergence
+
+    def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
+        """Returns the loss, and the divergence from the teacher if there is one."""
+        with (
+            self._batch.computing_loss_of(micro_batch),
+            self.computation.saving_memory(micro_batch),
+            self._gathered_once(),
+        ):
+            loss = super().compute_loss(model, micro_batch)
+        self._token_means.take(micro_batch)
+        loss = loss * loss_share(self.args, len(micro_batch["completion_ids"]))
+        if "distill_ids" not in micro_batch:
+            return loss, None
+        term, divergence = self._batch.distillation_loss(
+            model, micro_batch, self.current_gradient_accumulation_steps
+        )
+        return loss + self.args.distillation_coef * term, divergence
+
+    def training_step(self, model: Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Clips the gradient of an optimizer step and proves that it is finite, before the step."""
+        ends_step = self.accelerator.sync_gradients
+        with self.stopwatch.part(COMPUTE):
+            with masters.exact_gradients(self, model):
+                with explained_out_of_memory():
+                    loss = super().training_step(model, inputs, num_items_in_batch)
+                if ends_step:
+                    self.policy_publisher.before_step()
+            # Queued before the wait below, so that the norm is known when the backward pass ends.
+            if ends_step:
+                self._clip_gradients(model)
+            # A value is read next: the norm here, or the loss by Transformers. To wait for it is
+            # part of computing it.
+            if ends_step or self.args.logging_nan_inf_filter:
+                settle(self.accelerator.device)
+        if ends_step:
+            self._require_finite_gradient()
+            self.stopwatch.rest_is(OPTIMIZER)
+        return loss
+
+    def _clip_gradients(self, model: Module) -> None:
+        """Finds the gradient's norm, and clips by it if `max_grad_norm` is set."""
+        clipped = None
+        if self.args.max_grad_norm > 0:
+            clipped = super()._clip_grad_norm(model)
+        norm = super()._get_grad_norm(model, clipped)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self._gradient_norm = norm
+
+    def _require_finite_gradient(self) -> None:
+        """If the gradient is not finite, raises `GradientError`, or empties the gradient, so that
+        the step does nothing."""
+        norm = None
+        if self._gradient_norm is not None:
+            norm = float(self._gradient_norm)
+        if not self._gradient_check.allows_step(norm, self.state.global_step + 1, self.accelerator):
+            self.optimizer.zero_grad()  # optimizers skip parameters without a gradient
+        if self.accelerator.is_main_process:
+            left_out = float(self._gradient_check.left_out)
+            self._monitor.log({f"health/{GRADIENT_NOT_FINITE}": left_out})
+
+    def _clip_grad_norm(self, model: Module) -> Any:
+        """Returns the norm by which `training_step` has clipped."""
+        return self._gradient_norm
+
+    def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
+        """Returns the norm by which `training_step` has clipped, for the log."""
+        return self._gradient_norm
 
     # ---------------------------------------------------------------------------- logs, evaluations
 
@@ -430,3 +622,89 @@ class AtroposGRPOTrainer(SteppingTrainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def _save_checkpoint(self, model: Module, trial: Any) -> None:
+        """Saves a whole checkpoint, or none."""
+        # A run that resumes here cannot make the earlier evaluations any more.
+        self.evaluation.wait(before=self.state.global_step)
+        if self.accelerator.is_main_process:
+            self._schedule.warn_of_unfinished_batch(self._step, self.state.global_step)
+        write = partial(super()._save_checkpoint, model, trial)
+        with self.stopwatch.part(SAVE):
+            checkpoints.save_whole(self, write)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Saves the model, on every machine if `save_on_each_node` is set."""
+        saving.save_on_each_node(self)
+        super()._save(output_dir, state_dict)
+        saving.correct_card(self, output_dir)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Module | None = None
+    ) -> None:
+        """Loads the weights of a checkpoint, once it is known to be whole."""
+        with activity(f"Loading the weights of {resume_from_checkpoint}"):
+            if self.is_fsdp_enabled:  # DeepSpeed does not come here
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                saving.load_policy(self, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Loads the best checkpoint as a run that resumes does: Transformers would pass over what
+        some families save under other names, and over one of several adapters."""
+        best = self.state.best_model_checkpoint
+        load = super()._load_best_model
+        if not self.is_sharded:
+            load = partial(self._load_from_checkpoint, best)
+        with activity(f"Loading the best checkpoint, {best}"):
+            self.policy_publisher.replace(load)
+        saving.require_adapter_loaded(self, best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the optimizer of a checkpoint, with the settings of this run."""
+        if checkpoint is None:
+            return
+        with (
+            activity(f"Loading the optimizer's state of {checkpoint}"),
+            checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups),
+        ):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        # DeepSpeed and FSDP have loaded the adapter before this method is called.
+        saving.require_adapter_loaded(self, checkpoint)
+
+    # --------------------------------------------------------------------------- model card and Hub
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags=None
+    ) -> None:
+        """Writes TRL's card, with the reward, environments, settings and versions of the run."""
+        if not model_name:
+            model_name = Path(self.hub_model_id or self.args.output_dir).name
+        super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        if self.is_world_process_zero():
+            saving.complete_model_card(self)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Makes the repository. Raises `PushError` for errors of the network or the Hub."""
+        with repository_made(self.args):
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any):
+        """Pushes the model, without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        # no repository yet: the model is saved even if none can be made
+        if self.hub_model_id is None:
+            self.save_model(_internal_call=True)
+        with activity(f"Pushing the model in {self.args.output_dir} to the Hub"), model_only():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the push of a checkpoint."""
+        with activity("Waiting for the push of a checkpoint to the Hub"):
+            super()._finish_current_push()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint, without rollouts, logs and tokens either."""
+        with model_only():
+            super()._push_from_checkpoint(checkpoint_folder)

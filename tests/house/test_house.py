@@ -21,11 +21,6 @@ TIERS = {
     "make test-all": ("all", 38 * 60),
 }
 LONGEST_FUNCTION = 79  # lines
-TRAINER_CLASSES = {
-    "trl_atropos.trainer": "AtroposGRPOTrainer",
-    "trl_atropos.training.stepping": "SteppingTrainer",
-    "trl_atropos.training.saving": "SavingTrainer",
-}
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the
 # top down; `activity`, `errors`, `flags`, `logging`, `modes`, `protocol`, `terminal` and the
@@ -245,13 +240,6 @@ def test_functions_fit_one_screen():
     assert longest_function()[0] <= LONGEST_FUNCTION
 
 
-def test_files_that_take_longest_are_there():
-    """A name without a file would begin last."""
-    from tests.conftest import LONGEST
-
-    assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []
-
-
 def class_named(module: str, name: str) -> ast.ClassDef:
     (found,) = [
         node
@@ -262,11 +250,10 @@ def class_named(module: str, name: str) -> ast.ClassDef:
 
 
 def attributes_of_the_trainer() -> set[str]:
-    """Returns what `AtroposGRPOTrainer` and its base classes here write on `self`."""
-    classes = [class_named(module, name) for module, name in TRAINER_CLASSES.items()]
+    """Returns what `AtroposGRPOTrainer` writes on `self`."""
+    trainer = class_named("trl_atropos.trainer", "AtroposGRPOTrainer")
     return {
         node.attr
-        for trainer in classes
         for node in ast.walk(trainer)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)

@@ -11,8 +11,6 @@ from tests.house.seam import Lines, Names
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 TRAINER = ("trainer.py",)
-STEPPING = ("training/stepping.py",)
-SAVING = ("training/saving.py",)
 CHECKPOINT = ("weights/checkpoint.py",)
 MASTERS = ("weights/masters.py",)
 ADAPTERS = ("weights/adapters.py",)
@@ -23,13 +21,13 @@ BATCH = ("batches/generation_batch.py",)
 SLICES = ("batches/sequence_parallel.py",)
 COMPUTATION = ("training/computation.py",)
 
-# In the order of `AtroposGRPOTrainer`, `SteppingTrainer` and `SavingTrainer`.
+# In the order of `AtroposGRPOTrainer`.
 OVERRIDDEN = [
     "train", "get_train_dataloader", "create_optimizer", "create_scheduler", "_generate_and_score_completions",
-    "_prepare_inputs", "_maybe_log_save_evaluate", "evaluate",
-    "_get_per_token_logps_and_entropies", "compute_loss", "training_step", "_clip_grad_norm", "_get_grad_norm",
-    "_save_checkpoint", "_save", "_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler",
-    "create_model_card", "init_hf_repo", "push_to_hub", "_finish_current_push", "_push_from_checkpoint",
+    "_prepare_inputs", "_get_per_token_logps_and_entropies", "compute_loss", "training_step", "_clip_grad_norm",
+    "_get_grad_norm", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", "_save", "_load_from_checkpoint",
+    "_load_best_model", "_load_optimizer_and_scheduler", "create_model_card", "init_hf_repo", "push_to_hub",
+    "_finish_current_push", "_push_from_checkpoint",
 ]  # fmt: skip
 CONSTRUCTOR = (
     "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
@@ -40,7 +38,7 @@ CONSTRUCTOR = (
 # ----------------------------------------------------------------------------------------------- TRL
 
 TRL = [
-    Names("trl:GRPOTrainer", tuple(OVERRIDDEN), TRAINER + STEPPING + SAVING),
+    Names("trl:GRPOTrainer", tuple(OVERRIDDEN), TRAINER),
     Names("trl:GRPOTrainer", (f"__init__({', '.join(CONSTRUCTOR)})",), TRAINER, exact=True),
     Names("trl:GRPOTrainer", ("_generate_and_score_completions(inputs)",), TRAINER, exact=True),
     Names(
@@ -62,7 +60,7 @@ TRL = [
             "mask_truncated_completions",
             "eos_token_ids",
         ),
-        TRAINER + STEPPING + SAVING,
+        TRAINER,
     ),
     Names("trl:GRPOConfig", ("_VALID_DICT_FIELDS",), ("config.py",)),
     Names(
@@ -94,7 +92,7 @@ HUGGING_FACE = [
             "_maybe_log_save_evaluate",
             "_load_best_model",
         ),
-        TRAINER + STEPPING + SAVING,
+        TRAINER,
     ),
     Names("transformers:Trainer", ("_get_output_dir(trial)",), CHECKPOINT),
     Names(
@@ -102,7 +100,7 @@ HUGGING_FACE = [
         ("optimizer_cls_and_kwargs", "get_optimizer_cls_and_kwargs"),
         MASTERS,
     ),
-    Names("transformers:Trainer", ("push_in_progress",), SAVING),
+    Names("transformers:Trainer", ("push_in_progress",), ("training/saving.py",)),
     Names("transformers:TrainerState", ("compute_steps",), TRAINER),
     Names("transformers:TrainerState", ("stateful_callbacks",), ("training/supply.py",)),
     Names("transformers:TrainingArguments", ("_setup_devices",), ("weights/colocate.py",)),
@@ -115,7 +113,7 @@ HUGGING_FACE = [
     Names("transformers:PreTrainedModel", ("all_tied_weights_keys",), GATHER),
     Names("transformers:PreTrainedModel", ("_from_config",), ("benchmarks/models.py",)),
     Names("transformers:PreTrainedModel", ("_no_split_modules",), SHADOW),
-    Names("transformers:PreTrainedModel", ("should_save_on_this_rank",), SAVING),
+    Names("transformers:PreTrainedModel", ("should_save_on_this_rank",), ("training/saving.py",)),
     Names(
         "transformers:PreTrainedConfig",
         ("_attn_implementation",),
@@ -275,7 +273,7 @@ SCORING = [
         SCORE,
         ("batch_size=batch_size", "_get_per_token_logps_and_entropies("),
         "scoring before training is done in chunks",
-        STEPPING,
+        TRAINER,
         times=3,
     ),
     Lines(
@@ -331,13 +329,13 @@ LOSS = [
         f"{GRPO}.compute_loss",
         ("return self._compute_loss(model, inputs)",),
         "the loss of a micro-batch is this method's",
-        STEPPING,
+        TRAINER,
     ),
     Lines(
         f"{GRPO}._compute_loss",
         ("_get_per_token_logps_and_entropies(",),
         "a training pass computes all its rows at once",
-        STEPPING,
+        TRAINER,
         times=1,
         absent=("batch_size",),
     ),
@@ -345,14 +343,14 @@ LOSS = [
         f"{GRPO}._compute_loss",
         ("if self.use_vllm and self.vllm_importance_sampling_correction",),
         "the ratio is read only with a correction",
-        STEPPING,
+        TRAINER,
     ),
     *(
         Lines(
             f"{GRPO}._compute_loss",
             ("self._get_per_token_logps_and_entropies(", line),
             "what the forward pass puts into the inputs is read after it",
-            STEPPING,
+            TRAINER,
         )
         for line in (
             'old_per_token_logps = inputs.get("old_per_token_logps")',
@@ -366,7 +364,7 @@ LOSS = [
         f"{GRPO}._compute_loss",
         ("importance_sampling_ratio",),
         "the ratio is read nowhere else",
-        STEPPING,
+        TRAINER,
         times=3,
     ),
 ]

@@ -1,1 +1,1 @@
-"""The parts of `AtroposGRPOTrainer`: its base classes, and what overrides no method of TRL's."""
+"""The parts of `AtroposGRPOTrainer` that override no method of TRL's."""
