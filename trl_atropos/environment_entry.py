@@ -24,7 +24,12 @@ from trl_atropos.environment_kinds import AgentEntry, EpisodeEntry
 from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
-from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE, session_token
+from trl_atropos.protocol import (
+    SESSION_TOKEN_VARIABLE,
+    TOKEN_VARIABLE,
+    environment_token,
+    session_token,
+)
 
 SITE = str(Path(__file__).resolve().with_name("environment_site"))
 RUNNER = f"{SITE}/run.py"  # runs the script of a `path` in a run
@@ -168,7 +173,7 @@ class EnvironmentSpec(BaseModel):
         which its Python loads `environment_site/sitecustomize.py`. The control token is hidden; in
         its place, there is the one that opens sessions and does nothing else."""
         variables = {TOKEN_VARIABLE: "", **further}
-        control_token = os.environ.get(TOKEN_VARIABLE)
+        control_token = environment_token()
         if control_token:
             variables[SESSION_TOKEN_VARIABLE] = session_token(control_token)
         for name, value in self.env.items():

@@ -32,10 +32,10 @@ from pydantic import Field
 from trl_atropos.agents.accounting import Accounting
 from trl_atropos.environment_kinds import EpisodeEntry
 from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import EVALUATION_KEY, SessionReply
 from trl_atropos.rollouts.episodes import NO_LOGPROB, session_episode
 from trl_atropos.rollouts.wire_values import MASKED
-from trl_atropos.services.guard import close_to_others
 from trl_atropos.session_client import OpenSession, SessionClient
 
 logger = logging.getLogger(__name__)

@@ -520,6 +520,7 @@ def main(argv: list[str] | None = None) -> None:
     except AtroposTrainingError as problem:
         sys.exit(fitted(f"trl-atropos serve: {problem}"))
     install_handlers()
+    protocol.hide_token()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     reason, exit_code = asyncio.run(run(options, flags))
     sys.stderr.write(fitted(f"trl-atropos serve: {reason}\n"))

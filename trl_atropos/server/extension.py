@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.server.layout import Copy, Piece
@@ -71,6 +72,12 @@ class WorkerExtension:
             "sleep": config.model_config.enable_sleep_mode,
             "refusals": _refusals(config, self.device.type),
         }
+
+    def trl_atropos_close(self) -> None:
+        """Closes this process to others of the same user. On a GPU it stays open: the trainer, or
+        another worker, may have to open its memory."""
+        if self.device.type == "cpu":
+            close_to_others()
 
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
         """Finds where each of the trainer's parameters lives here, and exports the memory behind
