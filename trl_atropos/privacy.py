@@ -11,9 +11,15 @@ import ctypes
 import os
 
 PR_SET_DUMPABLE = 4  # of Linux' prctl(2); a program is open again once it is executed
-# In a run with agents it is set for the environments, whose Python closes itself
-# (`environment_site/sitecustomize.py`).
+# In a run with agents it is set for the services: a process with it closes itself as soon as it
+# imports this package, or loads `environment_site/sitecustomize.py`.
 CLOSED_VARIABLE = "TRL_ATROPOS_CLOSED"
+
+
+def close_if_asked() -> None:
+    """Closes this process if `CLOSED_VARIABLE` is set."""
+    if os.environ.get(CLOSED_VARIABLE):
+        close_to_others()
 
 
 def close_to_others() -> None:

@@ -77,7 +77,7 @@ KINDS = {
 }
 CHILD = "program of an agent"
 ALL_WAYS = [*prying_agent.WAYS]
-OPEN = {"API", "agent", "program of an agent"}  # says docs/agents.md
+OPEN = {"agent", "program of an agent"}  # says docs/agents.md
 
 
 @dataclass

@@ -23,7 +23,6 @@ import threading
 import time
 
 import psutil
-import torch
 from starlette.requests import ClientDisconnect, Request
 from vllm.lora.request import LoRARequest
 
@@ -245,15 +244,14 @@ class Control(ControlPlane):
         )
 
     async def close(self) -> None:
-        """Closes the processes that have the token, sessions, or weights on the CPU. Those that
-        have used a GPU stay as they are: others open their memory."""
+        """Closes this process, which has the token and the sessions, and those that have weights on
+        the CPU. Those with weights on a GPU stay open, because others open their memory."""
         if self.closing is None:
             self.closing = asyncio.create_task(self._close())
         await asyncio.shield(self.closing)
 
     async def _close(self) -> None:
-        if not torch.cuda.is_initialized():
-            await super().close()
+        await super().close()
         try:
             async with asyncio.timeout(CLOSED_WITHIN):
                 await self._workers("close")

@@ -97,8 +97,8 @@ class Service:
 
 class Services(contextlib.AbstractContextManager):
     """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the
-    block stops them. With `closed`, the environments among them close themselves to other processes
-    of the same user (`privacy.py`)."""
+    block stops them. With `closed`, they close themselves to other processes of the same user
+    (`privacy.py`)."""
 
     def __init__(self, log_dir: str | Path, closed: bool = False) -> None:
         self.log_dir = Path(log_dir)
