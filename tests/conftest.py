@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_atropos import protocol
+
 BEGAN = pytest.StashKey[float]()
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 
@@ -60,6 +62,12 @@ def order(items: list[pytest.Item]) -> None:
             takes = 5 if "server" in marks else 1
         seconds[item.path] += 0 if "skip" in marks else takes
     items.sort(key=lambda item: (-seconds[item.path], item.path))
+
+
+@pytest.fixture(autouse=True)
+def no_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in this process keeps its control token, which no other test may find."""
+    monkeypatch.setattr(protocol, "_kept_token", "")
 
 
 @pytest.fixture(scope="session")

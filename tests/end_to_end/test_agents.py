@@ -69,6 +69,7 @@ KINDS = {
     "trainer": "-m trl_atropos.train ",
     "server": "trl_atropos.server.launch ",
     "engine": "VLLM::EngineCore",
+    "helper of the server": "multiprocessing.resource_tracker",
     "API": "trl_atropos.rollouts.api ",
     "environment": "/environment_site/run.py",
     "score": "/agents/function_worker.py",
@@ -77,7 +78,7 @@ KINDS = {
 }
 CHILD = "program of an agent"
 ALL_WAYS = [*prying_agent.WAYS]
-OPEN = {"agent", "program of an agent"}  # says docs/agents.md
+OPEN = {"agent", "program of an agent", "helper of the server"}  # says docs/agents.md
 
 
 @dataclass
@@ -94,7 +95,8 @@ class KilledRun:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> KilledRun:
-    """The run is of a user who is not root, with agents that look around."""
+    """The run is of a user who is not root, with agents that look around. Its server spawns the
+    engine: a forked one would be closed as the server is."""
     folder = tmp_path_factory.mktemp("killed")
     tasks = [f"task {number}" for number in range(200)]
     shutil.copy(prying_agent.__file__, folder)
@@ -123,7 +125,7 @@ def killed(tmp_path_factory) -> KilledRun:
     del recipe["evaluations"]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     make_model(folder / "model")
-    with run_of(folder) as run:
+    with run_of(folder, {}) as run:
         run.until((folder / "pried").exists, "an agent looks around")
         token = run.token()
         # the first is whole when the second begins
@@ -141,11 +143,11 @@ def killed(tmp_path_factory) -> KilledRun:
 
 
 @contextlib.contextmanager
-def run_of(folder: Path, *flags: str) -> Iterator[Run]:
+def run_of(folder: Path, variables: dict[str, str], *flags: str) -> Iterator[Run]:
     """Runs the recipe of a folder, as a user who is not root."""
     # pytest's own folders are too long for sockets
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        env = {"TMPDIR": short} | FORKED_ENGINES
+        env = {"TMPDIR": short} | variables
         python = sys.executable
         script = str(Path(python).with_name("trl-atropos"))
         recipe = str(folder / "recipe.yaml")
@@ -158,7 +160,8 @@ def test_killed_run_resumes_with_the_next_task(killed):
     """The trainer is killed after its first checkpoint, and nothing of the run is left."""
     assert killed.left == []
     (killed.folder / "asked").unlink()
-    with run_of(killed.folder, "--resume_from_checkpoint", "true") as run:
+    flags = ("--resume_from_checkpoint", "true")
+    with run_of(killed.folder, FORKED_ENGINES, *flags) as run:
         run.child.wait(400)
     assert run.exit_code() == 0, run.output[-3000:]
     order = TaskOrder(killed.tasks, 42, None)  # the run's seed, by default

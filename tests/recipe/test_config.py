@@ -260,5 +260,26 @@ def test_recipe_is_frozen_and_its_copy_is_another(tiny_model, tmp_path):
             setattr(part, name, None)
 
 
+@pytest.mark.parametrize(
+    ("setting", "kind", "runs_agents"),
+    [
+        ("environments", "path", False),
+        ("environments", "agent", True),
+        ("evaluations", "agent", True),
+        ("evaluations", "verifiers", True),
+    ],
+)
+def test_run_with_agents_is_known(tiny_model, tmp_path, setting, kind, runs_agents):
+    entry = {
+        "path": "environment.py",
+        "agent": {"command": "python a.py", "tasks": "t.jsonl", "score": "s.py:score"},
+        "verifiers": {"id": "wordle"},
+    }
+    spec = {kind: entry[kind]} | ({"problems": 2} if setting == "evaluations" else {})
+    argv = ["--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
+    recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"], {setting: [spec]})
+    assert recipe.runs_agents == runs_agents
+
+
 def test_fields_of_trl_are_all_there():
     assert {f.name for f in fields(GRPOConfig)} <= {f.name for f in fields(AtroposGRPOConfig)}
