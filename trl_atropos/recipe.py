@@ -407,7 +407,9 @@ def _located(
         place = f"{files}: "
     if not isinstance(error, RecipeError):  # of TRL or Transformers
         return RecipeError(f"{place}{error}")
-    return RecipeError(f"{place}{error.what}", error.seen, error.fix, error.code)
+    located = RecipeError(f"{place}{error.what}", error.seen, error.fix, error.code)
+    located.further = error.further
+    return located
 
 
 def _is_about_flag(error: Exception, argv: list[str]) -> bool:

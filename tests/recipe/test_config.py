@@ -270,14 +270,23 @@ def test_recipe_is_frozen_and_its_copy_is_another(tiny_model, tmp_path):
     ],
 )
 def test_run_with_agents_is_known(tiny_model, tmp_path, setting, kind, runs_agents):
-    entry = {
-        "path": "environment.py",
-        "agent": {"command": "python a.py", "tasks": "t.jsonl", "score": "s.py:score"},
-        "verifiers": {"id": "wordle"},
+    script = tmp_path / "score.py"
+    script.write_text("def tasks():\n    return [1]\ndef score(*_):\n    return 1\n")
+    agent = {"command": "python a.py", "tasks": f"{script}:tasks", "score": f"{script}:score"}
+    entry = {"path": str(script), "agent": agent, "verifiers": {"id": "wordle"}}
+    spec = {kind: entry[kind]}
+    if setting == "evaluations":
+        spec["problems"] = 2
+    settings = {
+        "model_name_or_path": str(tiny_model),
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        setting: [spec],
     }
-    spec = {kind: entry[kind]} | ({"problems": 2} if setting == "evaluations" else {})
-    argv = ["--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
-    recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"], {setting: [spec]})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    recipe = parse(["--config", str(tmp_path / "recipe.yaml")])
     assert recipe.runs_agents == runs_agents
 
 
