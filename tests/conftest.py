@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_atropos import protocol
+
 gc.disable()  # a fifth of what the imports of all tests take; until the tests are collected
 BEGAN = pytest.StashKey[float]()
 TESTS = Path(__file__).parent
@@ -104,6 +106,12 @@ def order(items: list[pytest.Item]) -> None:
         is_measured = name in LONGEST
         seconds[path] = LONGEST[name] if is_measured else min(seconds[path], UNMEASURED)
     items.sort(key=lambda item: (-seconds[item.path], item.path))
+
+
+@pytest.fixture(autouse=True)
+def no_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in this process keeps its control token, which no other test may find."""
+    monkeypatch.setattr(protocol, "_kept_token", "")
 
 
 @pytest.fixture(scope="session")

@@ -258,9 +258,9 @@ class Run:
 
     def info(self) -> dict:
         """What the server says of itself; empty while it is not up."""
-        return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self._token()) or {}
+        return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self.token()) or {}
 
-    def _token(self) -> str:
+    def token(self) -> str:
         """The control token that the run has made up, from the variables of its server."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -301,6 +301,10 @@ class Run:
             ):
                 alive.append(pid)
         return alive
+
+    def all_processes(self) -> set[int]:
+        """Every process of the run so far."""
+        return set(self._seen)
 
     @property
     def _shell(self) -> int | None:

@@ -7,7 +7,7 @@ signal handling do not wait for torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trl_atropos import logging
+from trl_atropos import logging, privacy
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trl_atropos.rollouts.source import AtroposSource, RolloutSource
     from trl_atropos.trainer import AtroposGRPOTrainer
     from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
+
+privacy.close_if_asked()
 
 __version__ = "0.1.0"
 

@@ -24,7 +24,12 @@ from trl_atropos.environment_kinds import AgentEntry, EpisodeEntry
 from trl_atropos.environment_verifiers import VerifiersEntry
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import stated_flags
-from trl_atropos.protocol import SESSION_TOKEN_VARIABLE, TOKEN_VARIABLE, session_token
+from trl_atropos.protocol import (
+    SESSION_TOKEN_VARIABLE,
+    TOKEN_VARIABLE,
+    environment_token,
+    session_token,
+)
 
 SITE = str(Path(__file__).resolve().with_name("environment_site"))
 RUNNER = f"{SITE}/run.py"  # runs the script of a `path` in a run
@@ -168,7 +173,7 @@ class EnvironmentSpec(BaseModel):
         which its Python loads `environment_site/sitecustomize.py`. The control token is hidden; in
         its place, there is the one that opens sessions and does nothing else."""
         variables = {TOKEN_VARIABLE: "", **further}
-        control_token = os.environ.get(TOKEN_VARIABLE)
+        control_token = environment_token()
         if control_token:
             variables[SESSION_TOKEN_VARIABLE] = session_token(control_token)
         for name, value in self.env.items():
@@ -287,7 +292,7 @@ def parse_entries(
 ) -> list[Spec]:
     """Returns the parsed entries of `setting`, which is `environments` or `evaluations`. `folder`
     is that of the recipe, from which paths of an `agent` are seen. Raises `RecipeError` for the
-    first one that is wrong."""
+    first mistake in the first entry that is wrong, with the entry's others as `further`."""
     code = f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict) and entries:
         what = f"`{setting}` is one mapping, not a list"
@@ -297,9 +302,14 @@ def parse_entries(
         try:
             parsed.append(kind.model_validate(entry, context={"folder": folder}))
         except ValidationError as error:
-            message, fix = _first_mistake(error)
-            what = f"`{setting}` entry {number}: {message}"
-            raise RecipeError(what, str(entry), fix or _usual_fix(kind, error), code) from error
+            errors = []
+            for complaint in _complaints(error):
+                what = f"`{setting}` entry {number}: {_message_of(complaint)}"
+                fix = complaint.get("ctx", {}).get("fix") or _usual_fix(kind, complaint)
+                errors.append(RecipeError(what, str(entry), fix, code))
+            first, *further = errors
+            first.further = further
+            raise first from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         seen = ", ".join(names)
@@ -308,33 +318,36 @@ def parse_entries(
     return parsed
 
 
-def _first_mistake(error: ValidationError) -> tuple[str, str]:
-    """Returns pydantic's first complaint, such as `samples: Input should be greater than 0`, and
-    its fix if it has one of its own."""
-    mistake = _first_complaint(error)
-    message = mistake["msg"].removeprefix("Value error, ")
-    fix = mistake.get("ctx", {}).get("fix", "")
-    return ": ".join([*map(str, mistake["loc"]), message]), fix
+def _message_of(complaint: Any) -> str:
+    """Returns a complaint of pydantic, such as `samples: Input should be greater than 0`."""
+    message = complaint["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, complaint["loc"]), message])
 
 
-def _first_complaint(error: ValidationError) -> Any:
-    """Returns pydantic's first complaint: of an unknown key, if there is one, because a misspelt
-    one is missing, too."""
-    mistakes = error.errors()
-    for mistake in mistakes:
-        if mistake["type"] == "extra_forbidden":
-            return mistake
-    return mistakes[0]
+def _complaints(error: ValidationError) -> list[Any]:
+    """Returns pydantic's complaints, one for each setting: a value that may be of several types has
+    one for each. Unknown keys come first, and then nothing is said of missing ones, because a
+    misspelt key is missing, too."""
+    by_setting: dict[tuple, Any] = {}
+    for complaint in error.errors():
+        by_setting.setdefault(complaint["loc"][:2], complaint)
+    complaints = list(by_setting.values())
+    unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
+    others = []
+    for complaint in complaints:
+        is_missing = complaint["type"] == "missing"
+        if complaint not in unknown and not (is_missing and unknown):
+            others.append(complaint)
+    return unknown + others
 
 
-def _usual_fix(kind: type[EnvironmentSpec], error: ValidationError) -> str:
-    """Returns which keys there are where pydantic's first complaint is."""
-    mistake = _first_complaint(error)
-    key, *inner = mistake["loc"] or [None]
+def _usual_fix(kind: type[EnvironmentSpec], complaint: Any) -> str:
+    """Returns which keys there are where a complaint of pydantic is."""
+    key, *inner = complaint["loc"] or [None]
     if key in kind.KINDS and inner:
         settings = _settings_class(kind, key)
         close = difflib.get_close_matches(str(inner[0]), settings.model_fields, n=1)
-        if mistake["type"] == "extra_forbidden" and close:
+        if complaint["type"] == "extra_forbidden" and close:
             return f"Did you mean `{close[0]}`?"
         return f"`{key}` may have: {_quoted(settings.model_fields)}."
     return (

@@ -17,7 +17,8 @@ import re
 import shlex
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -146,13 +147,26 @@ class EpisodeEntry(BaseModel):
         return chosen
 
     def require(self, who: str) -> None:
-        """Raises `RecipeError` for what is missing on this machine. Runs nothing."""
+        """Raises `RecipeError` for the first thing that is missing on this machine, with the others
+        as `further`. Runs nothing."""
+        mistakes = []
+        for check in self._checks(who):
+            try:
+                check()
+            except RecipeError as error:
+                mistakes.append(error)
+        if mistakes:
+            first, *further = mistakes
+            first.further = further
+            raise first
+
+    def _checks(self, who: str) -> Iterator[Callable[[], None]]:
+        """Yields functions, each of which raises `RecipeError` if one thing is missing."""
         for name, value in self.env.items():
-            if value == INHERIT and name not in os.environ:
-                what = f"{who}: it inherits the variable {name}, which is not set"
-                raise RecipeError(what, f"{name}: {INHERIT}", f"Set {name}, or leave it out.")
+            if value == INHERIT:
+                yield partial(_require_variable, who, name)
         if self.python is not None:
-            self._require_program(who, "python", self.python)
+            yield partial(self._require_program, who, "python", self.python)
 
     def probe(self, who: str) -> None:
         """Raises `RecipeError` for what only foreign code in its own interpreter can tell. May take
@@ -260,38 +274,47 @@ class AgentEntry(EpisodeEntry):
     def line(self) -> str:
         return f"agent: {shlex.join(self.command)}"
 
-    def require(self, who: str) -> None:
-        super().require(who)
+    def _checks(self, who: str) -> Iterator[Callable[[], None]]:
+        yield from super()._checks(who)
         if self.command[0] not in ("python", "{python}"):
-            self._require_program(who, "command", self.command[0])
-        _require_function(who, "score", self.score)
+            yield partial(self._require_program, who, "command", self.command[0])
+        yield partial(_require_function, who, "score", self.score)
         if isinstance(self.tasks, str):
-            if FUNCTION.fullmatch(self.tasks):
-                _require_function(who, "tasks", self.tasks)
-            else:
-                _require_file(who, "tasks", self.tasks)
+            require_place = _require_function if FUNCTION.fullmatch(self.tasks) else _require_file
+            yield partial(require_place, who, "tasks", self.tasks)
         if self.user is not None:
-            self._require_users(who)
+            for user in self.users:
+                yield partial(self._require_user, who, user)
+            yield partial(self._require_root, who)
+            yield partial(self._require_hidden_url, who)
 
-    def _require_users(self, who: str) -> None:
-        seen = f"user: {self.user}"
-        for user in self.users:
-            if user.isdigit():
-                continue
-            try:
-                pwd.getpwnam(user)
-            except KeyError:
-                what = f"{who}: there is no user {user!r} on this machine"
-                fix = f"Make it: `useradd --create-home {user}`, or name numbers, as `60001-60032`."
-                raise RecipeError(what, seen, fix) from None
+    def _require_user(self, who: str, user: str) -> None:
+        if user.isdigit():
+            return
+        try:
+            pwd.getpwnam(user)
+        except KeyError:
+            what = f"{who}: there is no user {user!r} on this machine"
+            fix = f"Make it: `useradd --create-home {user}`, or name numbers, as `60001-60032`."
+            raise RecipeError(what, f"user: {self.user}", fix) from None
+
+    def _require_root(self, who: str) -> None:
         if os.geteuid() != 0:
             what = f"{who}: only root can run agents as other users, and `user` is {self.user!r}"
             fix = "Start the run as root, for example in a container, or leave `user` out."
-            raise RecipeError(what, seen, fix)
+            raise RecipeError(what, f"user: {self.user}", fix)
+
+    def _require_hidden_url(self, who: str) -> None:
         if any("{base_url}" in word for word in self.command):
             what = f"{who}: everybody on the machine can read the command line of a process"
             fix = "Have the agent read OPENAI_BASE_URL, in place of {base_url} in its `command`."
             raise RecipeError(f"{what}, with the URL of its session", self.line, fix)
+
+
+def _require_variable(who: str, name: str) -> None:
+    if name not in os.environ:
+        what = f"{who}: it inherits the variable {name}, which is not set"
+        raise RecipeError(what, f"{name}: {INHERIT}", f"Set {name}, or leave it out.")
 
 
 def _require_file(who: str, setting: str, path: str) -> None:

@@ -3,6 +3,7 @@
 traceback."""
 
 import textwrap
+from collections.abc import Sequence
 
 LONGEST_REASON = 250  # characters
 ERROR = "error"
@@ -19,6 +20,7 @@ class AtroposTrainingError(RuntimeError):
         fix: What to do about it, in sentences.
         code: A stable name for scripts, such as `port-taken`.
         level: `"error"`, or `"warning"` for a finding of `check` that does not end a run.
+        further: Other mistakes in the same place, which `check` lists behind this one.
     """
 
     usual_code = "error"
@@ -32,6 +34,7 @@ class AtroposTrainingError(RuntimeError):
         self.fix = fix
         self.code = code or self.usual_code
         self.level = level
+        self.further: Sequence[AtroposTrainingError] = ()
         message = what
         if fix:
             message = what.rstrip(".")

@@ -42,10 +42,27 @@ SESSION_METRICS = "sessions/"
 # ------------------------------------------------------------------------------ requests and errors
 
 
+_kept_token = ""  # by `keep_token`
+
+
+def keep_token(token: str) -> None:
+    """Keeps the control token for `environment_token`, in this process alone. Every program that we
+    start would inherit a variable, and show it to all processes of this user."""
+    global _kept_token
+    _kept_token = token
+
+
+def hide_token() -> None:
+    """Keeps the control token that the environment has, and takes it out of the environment."""
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if token:
+        keep_token(token)
+
+
 def environment_token() -> str:
-    """Returns the control token in the environment, or "". Raises `AtroposTrainingError` if no HTTP
-    header can carry it."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    """Returns the control token in the environment, or else the one that is kept, or "". Raises
+    `AtroposTrainingError` if no HTTP header can carry it."""
+    token = os.environ.get(TOKEN_VARIABLE) or _kept_token
     for position, char in enumerate(token, start=1):
         if "!" <= char <= "~":
             continue

@@ -157,6 +157,13 @@ class Recipe:
             return None
         return self.training.mode.adapter_way
 
+    @property
+    def runs_agents(self) -> bool:
+        """Whether entries of `environments` or `evaluations` run programs that nobody knows beside
+        the run: those of `environment_kinds.py`."""
+        specs = [*self.environments, *self.evaluations]
+        return any(spec.kind is not None for spec in specs)
+
     def placeholders(self) -> dict[str, str]:
         """Returns the values of the placeholders in commands: `{python}`, `{model}`, and so on."""
         return {
@@ -400,7 +407,9 @@ def _located(
         place = f"{files}: "
     if not isinstance(error, RecipeError):  # of TRL or Transformers
         return RecipeError(f"{place}{error}")
-    return RecipeError(f"{place}{error.what}", error.seen, error.fix, error.code)
+    located = RecipeError(f"{place}{error.what}", error.seen, error.fix, error.code)
+    located.further = error.further
+    return located
 
 
 def _is_about_flag(error: Exception, argv: list[str]) -> bool:

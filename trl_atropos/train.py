@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_atropos.activity import activity
 from trl_atropos.logging import speak
+from trl_atropos.privacy import close_to_others
 from trl_atropos.run_messages import (
     message_of,
     print_error,
@@ -58,8 +59,10 @@ def main() -> None:
 
     prepare_mps(stated)
     with activity("Importing PyTorch, Transformers and TRL"), without_vllm():
+        from trl_atropos.protocol import hide_token
         from trl_atropos.recipe import parse
 
+    hide_token()
     # TRL's parser prints its own help, which has every setting
     words = ["--help" if word == "--help_all" else word for word in sys.argv[1:]]
     recipe = None
@@ -130,7 +133,7 @@ def running_services(
     from accelerate import PartialState
 
     from trl_atropos import distributed as ranks
-    from trl_atropos.protocol import TOKEN_VARIABLE
+    from trl_atropos.protocol import keep_token
     from trl_atropos.recipe_checks import check_files, check_reports
     from trl_atropos.report.hub import make_repository
     from trl_atropos.services.environments import Disconnector
@@ -150,8 +153,11 @@ def running_services(
             ranks.on_main(lambda: make_repository(training))
     # before anything that talks to the servers is made, on every rank
     if recipe.services.start_vllm:
-        os.environ[TOKEN_VARIABLE] = ranks.on_main(control_token)
-    services = Services(os.path.join(training.output_dir, "logs"))
+        keep_token(ranks.on_main(control_token))
+    # On a GPU, `train` knows whether other processes open the memory of this one.
+    if recipe.runs_agents and PartialState().device.type == "cpu":
+        close_to_others()
+    services = Services(os.path.join(training.output_dir, "logs"), recipe.runs_agents)
     evaluator = evaluator_of(recipe, services, training.output_dir)
     with ranks.held_on_main(lambda: locked(training.output_dir)), services:
         if training.replay_paths is None:
@@ -201,6 +207,8 @@ def train(
     arguments = trainer_arguments(recipe, services, evaluator)
     trainer = AtroposGRPOTrainer(**arguments, callbacks=list(callbacks))
     training = trainer.args
+    if recipe.runs_agents and not _memory_is_opened(trainer):
+        close_to_others()
     trainer.run_log.model = asdict(recipe.model)
     trainer.environment_commands = {spec.name: spec.line for spec in recipe.environments}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -218,6 +226,15 @@ def train(
     _summarise(trainer)
     trainer.accelerator.end_training()
     return trainer
+
+
+def _memory_is_opened(trainer: "AtroposGRPOTrainer") -> bool:
+    """Returns whether other processes open GPU memory of this one: other ranks, or servers. A
+    process that closes itself may refuse them that (`privacy.py`)."""
+    accelerator = trainer.accelerator
+    if accelerator.device.type == "cpu":
+        return False
+    return accelerator.num_processes > 1 or trainer.policy_publisher.memory_is_opened
 
 
 def trainer_arguments(

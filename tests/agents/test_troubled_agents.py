@@ -12,12 +12,13 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 
 from tests.server_process import Server
+from trl_atropos.agents import episode_environment
 from trl_atropos.agents.agent_environment import AgentEnvironment
 from trl_atropos.agents.episode_environment import EpisodeConfig
 from trl_atropos.environment_kinds import AgentEntry
 from trl_atropos.protocol import TOKEN_VARIABLE, SessionsReply
 from trl_atropos.rollouts.wire import parse_group
-from trl_atropos.services.environment_metrics import COUNTS, FILE_VARIABLE
+from trl_atropos.services.environment_metrics import ALL_FAILED, COUNTS, FILE_VARIABLE
 
 pytestmark = [pytest.mark.server, pytest.mark.seconds(15)]
 HERE = Path(__file__).parent
@@ -151,9 +152,9 @@ def test_trouble_is_told_apart_and_accounted_for(server, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("key", ["none", "evaluation-of-a-test"])
-def test_failures_may_have_the_score_0(server, tmp_path, monkeypatch, key):
-    """With `score_0`, an agent that fails is trained. An evaluation counts one that never called,
-    too: its task is not solved."""
+def test_failures_may_have_the_score_0(server, tmp_path, monkeypatch, caplog, key):
+    """With `score_0`, an agent that fails is trained, and the log says if all fail. An evaluation
+    counts one that never called, too: its task is not solved."""
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "metrics.jsonl"))
     monkeypatch.setenv(TOKEN_VARIABLE, server.token)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -174,6 +175,14 @@ def test_failures_may_have_the_score_0(server, tmp_path, monkeypatch, key):
         assert silent[0]["scores"] == [0.0]
         group = parse_group(silent[0])
         assert not group.trained[0].any()
+    if key == "none":
+        assert ALL_FAILED not in caplog.text
+        monkeypatch.setattr(episode_environment, "FIRST_EPISODES", 2)
+        env = environment(server, uuid.uuid4().hex, key, on_failure=on_failure)
+        asyncio.run(try_all(env, ["crash"] * 4))
+        (line,) = [text for text in caplog.messages if text.startswith(ALL_FAILED)]
+        assert "2 of 2, and has the score 0 (`on_failure: score_0`). The last one: " in line
+        assert "exit code" in line
     told = json.loads(json.dumps(fine[0]["messages"][0]))
     roles = [message["role"] for message in told]
     assert roles == ["episode", "call 1"]

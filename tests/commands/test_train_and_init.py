@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -16,8 +18,9 @@ from trl import TrlParser
 
 from tests.forge import FORKED_ENGINES, TRAINER
 from tests.launching import Run, make_model
-from trl_atropos import commands
+from trl_atropos import commands, train
 from trl_atropos.recipe import PARTS, parse
+from trl_atropos.weights.full_weights import FullWeights
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "recipes/quickstart/colocate.yaml"
@@ -69,6 +72,44 @@ def launched(monkeypatch, tmp_path):
     kept = signal.getsignal(signal.SIGINT)
     yield seen
     signal.signal(signal.SIGINT, kept)
+
+
+@pytest.mark.parametrize(
+    ("settings", "closes"),
+    [
+        ({"environments": ["a.py", {"agent": {}}]}, True),
+        ({"evaluations": [{"verifiers": {}, "problems": 3}]}, True),
+        ({"environments": ["agent", {"path": "b.py"}], "evaluations": None}, False),
+    ],
+)
+def test_launcher_of_agents_closes_itself(launched, monkeypatch, tmp_path, settings, closes):
+    closed = []
+    monkeypatch.setattr(commands, "close_to_others", lambda: closed.append(True))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    commands.train([str(tmp_path / "recipe.yaml"), "--use_cpu", "true"])
+    assert len(launched) == 1
+    assert bool(closed) == closes
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "channel", "opened"),
+    [
+        ("cpu", 4, "cpu", False),  # files are passed by their key
+        ("cuda", 1, None, False),
+        ("cuda", 1, "cpu", False),
+        ("cuda", 1, "cuda", True),
+        ("cuda", 2, None, True),  # by NCCL
+    ],
+)
+def test_trainer_whose_gpu_memory_others_open_is_known(device, processes, channel, opened):
+    transfer = FullWeights(SimpleNamespace(), "auto")
+    if channel is not None:
+        transfer._channel = SimpleNamespace(device=torch.device(channel))
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device(device), num_processes=processes),
+        policy_publisher=transfer,
+    )
+    assert train._memory_is_opened(trainer) == opened
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ It has an environment in each of Atropos' two styles, and an evaluation of each:
 scores, one of 0 and 1.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 import yaml
 
 from tests.forge import FORKED_ENGINES, WITHOUT_TORCH
-from tests.launching import ROOT, Run, free_urls, make_model
+from tests.launching import ROOT, Run, command_of, free_urls, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
@@ -90,6 +91,7 @@ class Told:
     output: str
     code: int
     left: list[str]
+    knew_token: list[str]  # commands of its processes that had the token in their variables
 
 
 def train(
@@ -104,15 +106,29 @@ def train(
     model = folder.parent / "model"
     with Run(folder, model, command=command, env=env, shell=SHELL, terminal=True) as run:
         launcher = run.launcher
+        knew_token = []
         if stop_at is not None:
             run.until(stop_at.exists, f"{stop_at} is there", RUN_WITHIN)
+            knew_token = those_with_token(run)
             run.type("\x03")
         deadline = time.monotonic() + (GONE_WITHIN if stop_at else RUN_WITHIN)
         while launcher in run.processes():
             assert time.monotonic() < deadline, run.output[-6000:]
             time.sleep(0.1)
         left = run.left()
-        return Told(run.output, run.exit_code(), left)
+        return Told(run.output, run.exit_code(), left, knew_token)
+
+
+def those_with_token(run: Run) -> list[str]:
+    """Command lines of the run's processes whose variables have the control token."""
+    token = run.token().encode()
+    assert len(token) > 20
+    commands = []
+    for pid in run.processes():
+        with contextlib.suppress(OSError):  # it has ended
+            if token in Path(f"/proc/{pid}/environ").read_bytes():
+                commands.append(command_of(pid))
+    return commands
 
 
 @dataclass
@@ -156,6 +172,12 @@ def test_ctrl_c_ends_run_and_leaves_no_process(story):
     farewell = re.search(r"trl_atropos: Interrupted \(SIGINT\)\. .*", after)
     assert f"checkpoint-{story.checkpoint}, of {STEPS} steps" in farewell[0]
     assert "`--resume_from_checkpoint true`" in farewell[0]
+
+
+def test_programs_of_run_inherit_no_token(story):
+    """Only the server's guard and its API process have it, which close themselves to agents."""
+    assert len(story.interrupted.knew_token) == 2
+    assert all(" trl_atropos.server.launch " in text for text in story.interrupted.knew_token)
 
 
 def test_run_goes_on_at_step_of_checkpoint(story):

@@ -85,6 +85,48 @@ MUTATIONS: list[Mutation] = [
         "    pass  # its variables",
         "tests/agents/test_users.py::test_guard_is_closed_to_its_own_user",
     ),
+    Mutation(
+        "trl_atropos/commands/__init__.py",
+        "    if _names_agents(stated):",
+        "    if not _names_agents(stated):",
+        "tests/commands/test_train_and_init.py::test_launcher_of_agents_closes_itself",
+    ),
+    Mutation(
+        "trl_atropos/protocol.py",
+        'token = os.environ.pop(TOKEN_VARIABLE, "")',
+        'token = os.environ.get(TOKEN_VARIABLE, "")',
+        "tests/server/test_launch.py::test_hidden_token_is_known_to_its_process_alone",
+    ),
+    Mutation(
+        "trl_atropos/server/sessions.py",
+        "        await self.plane.close()\n",
+        "",
+        "tests/server/test_plane.py::test_server_closes_itself_before_a_session_is_open",
+    ),
+    Mutation(
+        "trl_atropos/server/control.py",
+        'await self._workers("close")',
+        "await asyncio.sleep(0)",
+        "tests/end_to_end/test_agents.py::test_agent_of_same_user_reads_only_what_the_page_lists",
+    ),
+    Mutation(
+        "trl_atropos/tensors/shared_memory.py",
+        "if hmac.compare_digest(key.encode(), given):",
+        "if given:",
+        "tests/tensors/test_tensors.py::test_memory_is_not_opened_without_key_and_owner",
+    ),
+    Mutation(
+        "trl_atropos/tensors/shared_memory.py",
+        "if user not in (0, os.geteuid()):",
+        "if user < 0:",
+        "tests/tensors/test_tensors.py::test_memory_is_not_opened_by_another_user",
+    ),
+    Mutation(
+        "trl_atropos/train.py",
+        "    return accelerator.num_processes > 1 or",
+        "    return accelerator.num_processes > 2 or",
+        "tests/commands/test_train_and_init.py::test_trainer_whose_gpu_memory_others_open_is_known",
+    ),
     # -------------------------------------------------------------------------------------- batches
     Mutation(
         "trl_atropos/batches/micro_batches.py",

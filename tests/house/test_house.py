@@ -23,10 +23,11 @@ TIERS = {
 LONGEST_FUNCTION = 79  # lines
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the
-# top down; `activity`, `errors`, `flags`, `logging`, `modes`, `protocol`, `terminal` and the
-# package's own names may be imported everywhere.
+# top down; `activity`, `errors`, `flags`, `logging`, `modes`, `privacy`, `protocol`, `terminal` and
+# the package's own names may be imported everywhere.
 EVERYBODYS = {
-    *("trl_atropos", "activity", "errors", "flags", "logging", "modes", "protocol", "terminal"),
+    *("trl_atropos", "activity", "errors", "flags", "logging", "modes", "privacy", "protocol"),
+    "terminal",
 }
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},

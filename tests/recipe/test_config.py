@@ -260,5 +260,35 @@ def test_recipe_is_frozen_and_its_copy_is_another(tiny_model, tmp_path):
             setattr(part, name, None)
 
 
+@pytest.mark.parametrize(
+    ("setting", "kind", "runs_agents"),
+    [
+        ("environments", "path", False),
+        ("environments", "agent", True),
+        ("evaluations", "agent", True),
+        ("evaluations", "verifiers", True),
+    ],
+)
+def test_run_with_agents_is_known(tiny_model, tmp_path, setting, kind, runs_agents):
+    script = tmp_path / "score.py"
+    script.write_text("def tasks():\n    return [1]\ndef score(*_):\n    return 1\n")
+    agent = {"command": "python a.py", "tasks": f"{script}:tasks", "score": f"{script}:score"}
+    entry = {"path": str(script), "agent": agent, "verifiers": {"id": "wordle"}}
+    spec = {kind: entry[kind]}
+    if setting == "evaluations":
+        spec["problems"] = 2
+    settings = {
+        "model_name_or_path": str(tiny_model),
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        setting: [spec],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    recipe = parse(["--config", str(tmp_path / "recipe.yaml")])
+    assert recipe.runs_agents == runs_agents
+
+
 def test_fields_of_trl_are_all_there():
     assert {f.name for f in fields(GRPOConfig)} <= {f.name for f in fields(AtroposGRPOConfig)}

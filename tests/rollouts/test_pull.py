@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,8 @@ from tests.forge import WITHOUT_TORCH
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.environment_entry import EnvironmentSpec
-from trl_atropos.services.environments import EnvironmentLog
+from trl_atropos.services.environment_metrics import ALL_FAILED
+from trl_atropos.services.environments import EnvironmentLog, Supervisor
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
 WEIGHT_LINE = next(
@@ -254,6 +256,23 @@ def log_of(tmp_path) -> Callable[[str], EnvironmentLog]:
         return EnvironmentLog(str(tmp_path / "log")).read()
 
     return write
+
+
+def test_agents_that_all_fail_are_told_once(log_of, caplog):
+    log = log_of(
+        "--- 2026-01-01 12:00:00 python run.py\n"
+        "WARNING:agents: An episode has failed (failed): exit code 1\n"
+        f"WARNING:agents: {ALL_FAILED}, 32 of 32, and has the score 0. The last one: exit code 1.\n"
+    )
+    supervisor = Supervisor(SimpleNamespace(), pytest.fail)
+    service = SimpleNamespace(name="environment-agent", log_path="logs/environment-agent.log")
+    for _ in range(2):
+        supervisor._tell_of_failing_agents(service, log)
+    (line,) = caplog.messages
+    assert line == (
+        f"environment-agent: {ALL_FAILED}, 32 of 32, and has the score 0. The last one: exit code 1. "
+        "Its log: logs/environment-agent.log."
+    )
 
 
 def test_atropos_error_is_quoted_as_last_resort(log_of):

@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from trl_atropos.check.launch import Plan, case_of
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import SHORT_NAMES, parallel, server_flags, stated_flags
-from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, hide_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 from trl_atropos.services.manager import free_port
@@ -240,6 +240,18 @@ def test_generated_token_is_readable_by_user_only(monkeypatch, tmp_path):
     told = ready_text("127.0.0.1", "9001", "lora", set_up_token("9001"))
     assert f"token in {TOKEN_VARIABLE}; next:\n  trl-atropos train " in told
     assert "ready at http://[::1]:9001, " in ready_text("::1", "9001", "lora", None)
+
+
+def test_hidden_token_is_known_to_its_process_alone(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "mine")
+    hide_token()
+    assert environment_token() == "mine"
+    inherited = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert TOKEN_VARIABLE not in inherited
+    hide_token()  # of a second run in the same process
+    assert environment_token() == "mine"
+    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    assert environment_token() == "another"
 
 
 def test_useless_api_key_is_refused(monkeypatch):

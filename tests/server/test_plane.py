@@ -5,15 +5,32 @@ import asyncio
 
 import pytest
 
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import TOKEN_VARIABLE, SessionQuery
 from trl_atropos.server import plane
 from trl_atropos.server.plane import ControlPlane, Evaluations, Refusals, Refused
+from trl_atropos.server.sessions import Sessions
 
 
 @pytest.fixture
 def door(monkeypatch) -> ControlPlane:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     return ControlPlane()
+
+
+def test_server_closes_itself_before_a_session_is_open(door, monkeypatch):
+    """Nobody knows what runs in a session."""
+    open_sessions = []
+    monkeypatch.setattr(plane, "close_to_others", lambda: open_sessions.append(sessions.num_open))
+    sessions = Sessions(door, None)
+    asyncio.run(sessions.open(SessionQuery()))
+    assert open_sessions == [0]
+    assert sessions.num_open == 1
+
+
+def test_server_without_token_is_refused(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    with pytest.raises(RuntimeError, match=f"without a control token in {TOKEN_VARIABLE}"):
+        ControlPlane()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """Memory that two processes share, and messages: what is opened is what was meant, what is packed
 is unpacked."""
 
+import json
 import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.unprivileged import give_up_rights
 from trl_atropos.errors import AttachError
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.tensors import channel
 from trl_atropos.tensors.channel import (
@@ -33,18 +39,93 @@ def test_opened_arena_is_same_memory():
     assert opened.numel() == 512 and opened[7] == 42
 
 
-@pytest.mark.parametrize(("name", "size"), [("trl_atropos", 100), ("another", 512)])
-def test_memory_of_other_size_or_owner_is_refused(name, size):
+def test_memory_of_other_size_is_refused():
     handle = export_storage(allocate_arena(512).untyped_storage())
-    descriptor = os.memfd_create(name) if name == "another" else handle["descriptor"]
+    with pytest.raises(ValueError, match="is not the server's weight memory of 100 bytes"):
+        open_storage(handle | {"num_bytes": 100})
+
+
+def test_handle_of_version_without_socket_is_opened():
+    arena = allocate_arena(512)
+    handle = export_storage(arena.untyped_storage())
+    del handle["socket"], handle["key"]
+    arena[7] = 42
+    assert open_storage(handle)[7] == 42
+    descriptor = os.memfd_create("another")
     try:
-        if name == "another":
-            os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, 512)
         with pytest.raises(ValueError, match="is not the server's weight memory"):
-            open_storage(handle | {"descriptor": descriptor, "num_bytes": size})
+            open_storage(handle | {"descriptor": descriptor})
     finally:
-        if name == "another":
-            os.close(descriptor)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("change", [{"key": "0" * 64}, {"key": ""}, {"socket": "nobody-there"}])
+def test_memory_is_not_opened_without_key_and_owner(change):
+    handle = export_storage(allocate_arena(512).untyped_storage())
+    with pytest.raises(ValueError, match="the owner of shared weights passes none"):
+        open_storage(handle | change)
+    assert open_storage(handle).numel() == 512  # the owner goes on
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_memory_is_not_opened_by_another_user():
+    handle = export_storage(allocate_arena(512).untyped_storage())
+
+    def open_as_another() -> bool:
+        os.setuid(60001)
+        try:
+            open_storage(handle)
+        except ValueError:
+            return True
+        return False
+
+    assert in_fork(open_as_another)
+
+
+def test_memory_of_closed_process_is_opened_by_key_alone():
+    """Neither process is root: as root, `/proc` would stay open."""
+    arena = allocate_arena(512)
+    arena[7] = 42
+    reading, writing = os.pipe()
+
+    def own() -> bool:
+        give_up_rights()
+        close_to_others()
+        handle = export_storage(arena.untyped_storage())
+        os.write(writing, json.dumps(handle).encode())
+        deadline = time.monotonic() + 60
+        while arena[8] != 43 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(arena[8] == 43)
+
+    def open_both_ways() -> bool:
+        give_up_rights()
+        handle = json.loads(os.read(reading, 4096))
+        opened = open_storage(handle)
+        del handle["socket"]
+        with pytest.raises(PermissionError):
+            open_storage(handle)
+        opened[8] = 43
+        return bool(opened[7] == 42)
+
+    with ThreadPoolExecutor() as threads:
+        owner = threads.submit(in_fork, own)
+        assert in_fork(open_both_ways)
+        assert owner.result()
+
+
+def in_fork(call: Callable[[], bool]) -> bool:
+    """Returns what a call returns in a fork of this process; `False` if it raises."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if call() else 1
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
 
 
 def test_unknown_transport_is_refused():

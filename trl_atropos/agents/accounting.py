@@ -33,6 +33,18 @@ class Accounting:
     def count_episode(self, outcome: str) -> None:
         self._add(f"episodes/{outcome}", 1)
 
+    @property
+    def failures_alone(self) -> int:
+        """The number of episodes so far, without those that were cancelled, if none of them ended
+        well. Otherwise 0."""
+        if self.totals["episodes/ended"]:
+            return 0
+        episodes = 0
+        for name, count in self.totals.items():
+            if name.startswith("episodes/") and name != "episodes/cancelled":
+                episodes += count
+        return episodes
+
     def drop_tokens(self, reason: str, tokens: int) -> None:
         """Counts the sampled tokens of an episode that is not sent."""
         self._add("tokens/sampled", tokens)

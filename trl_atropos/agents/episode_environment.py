@@ -32,16 +32,18 @@ from pydantic import Field
 from trl_atropos.agents.accounting import Accounting
 from trl_atropos.environment_kinds import EpisodeEntry
 from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import EVALUATION_KEY, SessionReply
 from trl_atropos.rollouts.episodes import NO_LOGPROB, session_episode
 from trl_atropos.rollouts.wire_values import MASKED
-from trl_atropos.services.guard import close_to_others
+from trl_atropos.services.environment_metrics import ALL_FAILED
 from trl_atropos.session_client import OpenSession, SessionClient
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a session outlives its episode's time, which includes the score's.
 SPARE_TIME = 60.0
+FIRST_EPISODES = 32  # that say, if all fail, that it is no bad luck
 MOST_TOLD = 50  # different reasons of failures that are written to the log
 # What became of an episode. The kinds have further words for failures of their own.
 ENDED = "ended"  # it has a score
@@ -159,6 +161,7 @@ class EpisodeEnvironment(BaseEnv):
         self.slots = asyncio.Semaphore(self.entry.episodes_at_once)
         self.accounting = Accounting()
         self.told: set[str] = set()  # reasons of failures that are in the log
+        self.told_all = False  # whether the log says that all fail
         await self.open()
         tasks = await self.read_tasks()
         if not tasks:
@@ -268,6 +271,7 @@ class EpisodeEnvironment(BaseEnv):
             item = nothing_sampled()
         self.accounting.count_episode(result.outcome)
         self._tell(result)
+        self._tell_if_all_fail(result)
         return Episode(result, reply, item)
 
     def _tell(self, result: EpisodeResult) -> None:
@@ -278,6 +282,22 @@ class EpisodeEnvironment(BaseEnv):
             logger.warning(
                 "An episode has failed (%s): %s %s", result.outcome, result.reason, details
             )
+
+    def _tell_if_all_fail(self, result: EpisodeResult) -> None:
+        """Writes to the log, once, that all of the first episodes have failed. The run shows that
+        line: these episodes are trained, so that nothing else would say it."""
+        scores_failures = self.entry.on_failure == "score_0"
+        if not scores_failures or self.accounting.failures_alone < FIRST_EPISODES or self.told_all:
+            return
+        self.told_all = True
+        reason = " ".join((result.reason or result.outcome).split())
+        logger.warning(
+            "%s, %d of %d, and has the score 0 (`on_failure: score_0`). The last one: %s",
+            ALL_FAILED,
+            FIRST_EPISODES,
+            FIRST_EPISODES,
+            f"{reason.rstrip('.')}.",
+        )
 
     def _scores_failures(self) -> bool:
         """Returns whether a failed episode has the score 0. In an evaluation, it has: its task is

@@ -18,6 +18,7 @@ Standard library only, and nothing newer than Python 3.10: this package is not i
 """
 
 import asyncio
+import ctypes
 import dataclasses
 import importlib.util
 import inspect
@@ -135,7 +136,15 @@ class Worker:
             answer.add_done_callback(running.discard)
 
 
+def close_to_others():
+    """Closes this process to other agents of the same user, which could read its tasks or write an
+    answer in its place. As `trl_atropos/privacy.py`."""
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
+
+
 def main():
+    close_to_others()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints must not stand between the answers
     _, path, name = sys.argv

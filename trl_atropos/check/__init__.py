@@ -163,7 +163,7 @@ def examine(argv: list[str]) -> Report:
         recipe_findings, memory = _examine_recipe(recipe, launch, stated)
         findings += recipe_findings
     except Finding as error:  # without a recipe that can be read there is nothing more to look at
-        findings.append(error)
+        findings += [error, *error.further]
     findings += packages(recipe)
     findings.sort(key=lambda finding: finding.level != ERROR)
     return Report(findings, memory, versions())

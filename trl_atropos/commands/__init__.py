@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trl_atropos.activity import activity
 from trl_atropos.commands.batch_script import render, slurm_parser
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
 from trl_atropos.flags import stated_settings
+from trl_atropos.privacy import close_to_others
 from trl_atropos.services.signals import install_handlers
 from trl_atropos.terminal import CommandParser, fitted
 
@@ -86,7 +88,9 @@ def train(words: list[str]) -> None:
 
     signal.signal(signal.SIGINT, note_interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
-    apply_recipe_environment(with_recipe(words))
+    stated = apply_recipe_environment(with_recipe(words))
+    if _names_agents(stated):
+        close_to_others()
     with activity("Importing accelerate's launcher"):
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -108,6 +112,21 @@ def train(words: list[str]) -> None:
         if interrupts:
             sys.exit(130)
         raise
+
+
+def _names_agents(stated: Mapping[str, Any]) -> bool:
+    """Returns whether settings, as they are written, have entries such as `agent`. See
+    `Recipe.runs_agents`."""
+    from trl_atropos.environment_entry import EnvironmentSpec
+
+    entries = []
+    for setting in ("environments", "evaluations"):
+        value = stated.get(setting)
+        if isinstance(value, list):
+            entries += value
+    return any(
+        isinstance(entry, dict) and entry.keys() & EnvironmentSpec.KINDS for entry in entries
+    )
 
 
 def divide(words: list[str]) -> tuple[list[str], list[str]]:
@@ -189,8 +208,10 @@ def evaluate(words: list[str]) -> None:
     options, settings = parser.parse_known_args(words)
     install_handlers()
     with activity("Importing PyTorch, Transformers and TRL"):
+        from trl_atropos.protocol import hide_token
         from trl_atropos.recipe import parse
 
+    hide_token()
     try:
         with activity("Reading the recipe"):
             recipe = parse(settings)
@@ -228,9 +249,11 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     name = os.path.basename(os.path.abspath(model))  # also of "." or ".."
     folder = os.path.join(training.output_dir, "eval", name)
     recipe = replace(recipe, services=replace(config, start_atropos=False))
+    if recipe.runs_agents:
+        close_to_others()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Services(os.path.join(folder, "logs")) as services,
+        Services(os.path.join(folder, "logs"), recipe.runs_agents) as services,
     ):
         require_room(recipe)
         mode = "server" if training.mode.restarts_engine else training.vllm_mode

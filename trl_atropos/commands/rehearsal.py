@@ -29,7 +29,8 @@ from trl_atropos.check.settings import read
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.flags import stated_flags, stated_settings
-from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+from trl_atropos.privacy import close_to_others
+from trl_atropos.protocol import environment_token, hide_token, keep_token
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.drop_reasons import JOINED
 from trl_atropos.rollouts.intake import UNKNOWN_OVERRIDE, Intake
@@ -54,6 +55,7 @@ REQUEST_TIMEOUT = 60.0  # seconds that a server may take to say which versions s
 def main(launcher: list[str], settings: list[str]) -> None:
     """Runs the command with accelerate's flags and the settings. Exits with the code that the help
     names."""
+    hide_token()
     logging.disable_propagation()
     logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
     try:
@@ -61,6 +63,9 @@ def main(launcher: list[str], settings: list[str]) -> None:
         with activity("Reading the recipe"):
             recipe = read(settings, stated_settings(settings), launch)
         specs = recipe.environments
+        runs_agents = recipe.runs_agents
+        if runs_agents:
+            close_to_others()
         recipe = replace(
             recipe, environments=[], services=replace(recipe.services, start_atropos=False)
         )
@@ -70,11 +75,12 @@ def main(launcher: list[str], settings: list[str]) -> None:
             )
         if recipe.services.start_vllm:
             # Environments start before the server, whose token opens their sessions.
-            os.environ[TOKEN_VARIABLE] = control_token()
+            keep_token(control_token())
             # enough for a group
             recipe = recipe.with_training(vllm_server_base_url=recipe.training.vllm_server_urls[0])
         recipe = recipe.with_training(output_dir=os.path.join(recipe.training.output_dir, "try"))
-        with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
+        logs = os.path.join(recipe.training.output_dir, "logs")
+        with Services(logs, runs_agents) as services:
             # they load while the server starts
             started = [_start(recipe, spec, services) for spec in specs]
             start_services(recipe, services)  # raises if one of them ends before the server is up

@@ -51,6 +51,15 @@ def _make_explained_record(*args, **kwargs):
     return record
 
 
+def _close_to_others():
+    """Closes this process to others of the same user: agents run beside it, and its variables have
+    a token that opens sessions. As `trl_atropos/privacy.py`."""
+    import ctypes  # takes a while, and most runs have no agents
+
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
+
+
 def _answer_runs():
     """Makes this process tell where its code stands: it is an environment, and no tool that one
     has started."""
@@ -106,6 +115,8 @@ def _run_hidden_sitecustomize():
         hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
 
 
+if os.environ.get("TRL_ATROPOS_CLOSED"):
+    _close_to_others()
 logging.setLogRecordFactory(_make_explained_record)
 sys.excepthook = _show_exception_and_place
 _run_hidden_sitecustomize()

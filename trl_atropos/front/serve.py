@@ -37,6 +37,7 @@ from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.front.engine import LOG_POLL, Engine
 from trl_atropos.front.sessions import FrontSessions
+from trl_atropos.privacy import CLOSED_VARIABLE
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser, url_of
 from trl_atropos.server.plane import (
     EVALUATION,
@@ -124,6 +125,11 @@ class Front(ControlPlane):
             await self.control(request, send)
         else:
             await self._forward(request, send)
+
+    async def close(self) -> None:
+        """Closes this process, and lets the engines to come close themselves when they start."""
+        os.environ[CLOSED_VARIABLE] = "1"
+        await super().close()
 
     async def _trouble(self) -> str | None:
         """Returns what is wrong, or `None`. A restart is no trouble: a supervisor must not take the
@@ -520,6 +526,7 @@ def main(argv: list[str] | None = None) -> None:
     except AtroposTrainingError as problem:
         sys.exit(fitted(f"trl-atropos serve: {problem}"))
     install_handlers()
+    protocol.hide_token()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     reason, exit_code = asyncio.run(run(options, flags))
     sys.stderr.write(fitted(f"trl-atropos serve: {reason}\n"))

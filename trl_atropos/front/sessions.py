@@ -71,6 +71,7 @@ class FrontSessions(SessionRoutes):
 
     async def open(self, query: SessionQuery) -> str:
         """Returns the id of a new session. Waits for a server."""
+        await self.plane.close()
         await self.plane.until_open()
         reply = await self._ask("/front/open", query.model_dump())
         session_id = reply["id"]

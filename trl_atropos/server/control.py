@@ -49,6 +49,7 @@ logger = logging.getLogger("vllm.trl_atropos")
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and exiting all the same
 ANSWER_GRACE = 0.5  # seconds in which clients that wait get the reason why the server exits
 HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
+CLOSED_WITHIN = 60.0  # seconds; a first request of a server may take long to compute
 # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
 RECOVERY = 30.0
 REAPED = 0.5  # seconds between a process's end and its exit code, at most
@@ -89,6 +90,7 @@ class Control(ControlPlane):
         # the weights may be half written, or not those of the version that the server names
         self.torn = False
         self.description: dict | None = None  # the part of `info` that never changes
+        self.closing: asyncio.Task | None = None  # begins with the first session
         # the id of the adapter that is loaded and waits for `resume`
         self.next_adapter: int | None = None
         self.adapters_loaded = 0
@@ -241,6 +243,23 @@ class Control(ControlPlane):
             503,
         )
 
+    async def close(self) -> None:
+        """Closes this process, which has the token and the sessions, and those that have weights on
+        the CPU. Those with weights on a GPU stay open, because others open their memory."""
+        if self.closing is None:
+            self.closing = asyncio.create_task(self._close())
+        await asyncio.shield(self.closing)
+
+    async def _close(self) -> None:
+        await super().close()
+        try:
+            async with asyncio.timeout(CLOSED_WITHIN):
+                await self._workers("close")
+        except TimeoutError:
+            self.closing = None  # the next session tries again
+            what = f"the engine has not closed its memory within {CLOSED_WITHIN:g} s"
+            raise Refused(f"{what}, without which no session is opened", 503) from None
+
     # ------------------------------------------------------------------------------------ questions
 
     async def info(self, _body: dict) -> dict:
@@ -317,11 +336,12 @@ class Control(ControlPlane):
         """Returns what a session has kept, or `None` if there is no such session."""
         return {"session": await self.sessions.content(body["id"], body["ends"])}
 
-    def begin(self, body: dict) -> dict:
+    async def begin(self, body: dict) -> dict:
         """Makes requests sample from `policy_version`, and takes in the `sessions` that the front
         has kept, if it has. Only while nothing is in flight."""
         self.sampling.begin(int(body["policy_version"]))
         if body["sessions"] is not None:
+            await self.close()
             self.sessions.thaw(body["sessions"])
         return {}
 

@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
 
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.server.adapter_receiver import AdapterReceiver
@@ -63,6 +64,12 @@ class WorkerExtension:
             "sleep": config.model_config.enable_sleep_mode,
             "refusals": _refusals(config, self.device.type),
         }
+
+    def trl_atropos_close(self) -> None:
+        """Closes this process to others of the same user. On a GPU it stays open: the trainer, or
+        another worker, may have to open its memory."""
+        if self.device.type == "cpu":
+            close_to_others()
 
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
         """Finds where each of the trainer's parameters lives here, and exports the memory behind

@@ -22,7 +22,8 @@ from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RecipeError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
-from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token
+from trl_atropos.privacy import CLOSED_VARIABLE
+from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token, hide_token
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
 from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.terminal import CommandParser, fitted
@@ -182,6 +183,9 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     with activity("Importing vLLM"):
         from trl_atropos.server.compat import note_signals, run_server
 
+    # For the engine's processes, which need no token. On a GPU, they must not close themselves.
+    hide_token()
+    os.environ.pop(CLOSED_VARIABLE, None)
     note_signals(signals)
     run_server()
 

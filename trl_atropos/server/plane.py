@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 import math
-import os
 import re
 import socket
 import time
@@ -29,6 +28,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import (
     LEASE_BEGINNING,
     ROUTE_PREFIX,
@@ -38,6 +38,7 @@ from trl_atropos.protocol import (
     Refusal,
     RefusalsReply,
     Span,
+    environment_token,
     evaluation_key,
     reason_in,
     session_token,
@@ -143,7 +144,9 @@ class ControlPlane:
     """
 
     def __init__(self) -> None:
-        self.token = os.environ[TOKEN_VARIABLE]
+        self.token = environment_token()
+        if not self.token:  # which anybody would have
+            raise RuntimeError(f"a server cannot run without a control token in {TOKEN_VARIABLE}")
         self.instance = uuid.uuid4().hex
         self.open = asyncio.Event()  # set: requests for samples go through
         self.holding = False  # whether the requests of environments wait
@@ -173,6 +176,11 @@ class ControlPlane:
         self.waiting = deque(turn for turn in self.waiting if not turn.done())
         for _ in range(math.ceil(let_in * len(self.waiting))):
             self.waiting.popleft().set_result(None)
+
+    async def close(self) -> None:
+        """Closes this server's processes to others of the same user. Called before a session is
+        opened, because nobody knows what runs in it."""
+        close_to_others()
 
     async def until_admitted(self, request: Request) -> None:
         """Waits while requests of environments are held. Sets `EVALUATION` for this request."""

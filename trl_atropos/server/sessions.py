@@ -304,6 +304,7 @@ class Sessions(SessionRoutes):
                 "with (`DELETE`), or give them a shorter `deadline`",
                 429,
             )
+        await self.plane.close()
         session = Session(secrets.token_urlsafe(ID_BYTES), query)
         self.add(session)
         self.counts["opened"] += 1

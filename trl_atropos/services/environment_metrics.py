@@ -18,6 +18,8 @@ from trl_atropos.rollouts.reward_parts import ENVIRONMENT, Count, NamedNumbers
 
 FILE_VARIABLE = "TRL_ATROPOS_METRICS"  # as in `environment_site_metrics.py`
 COUNTS = "counts"  # key of a line whose numbers are counts: {"counts": {"episodes/ended": 8}}
+# Begins what an environment of this package logs if none of its first episodes ended well.
+ALL_FAILED = "Every episode has failed"
 MOST_BYTES = 1 << 20  # that are read at once; a longer line is no line of metrics
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
-from trl_atropos.services.environment_metrics import EnvironmentMetrics, metrics_file
+from trl_atropos.services.environment_metrics import ALL_FAILED, EnvironmentMetrics, metrics_file
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 from trl_atropos.services.stacks import where_is
 
@@ -86,6 +86,7 @@ class EnvironmentLog:
         self.error = ""  # the last exception: kind, text and place, as far as they are known
         self.place = ""  # its file, line and function, if they are known
         self.never_succeeded = False  # for certain, no group had been collected before it
+        self.all_failed = ""  # what its agents have in common that all failed
         self.former_number = self.number
         self.number = None
 
@@ -107,6 +108,9 @@ class EnvironmentLog:
         registration = REGISTERED.search(line)
         if registration is not None:
             self.number = int(registration[1])
+            return
+        if ALL_FAILED in line:
+            self.all_failed = line[line.index(ALL_FAILED) :]
             return
         sign = SIGN.search(line)
         if sign is None:
@@ -233,6 +237,7 @@ class Supervisor:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
             for service, log in self._read_logs():
+                self._tell_of_failing_agents(service, log)
                 if not log.failures:
                     continue
                 where = f"the traceback is in its log, {service.log_path}"
@@ -244,6 +249,14 @@ class Supervisor:
                 if (service.name, log.place) not in self._warned_of:
                     self._warned_of.add((service.name, log.place))
                     logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
+
+    def _tell_of_failing_agents(self, service: Service, log: EnvironmentLog) -> None:
+        """Warns once of an environment whose agents all fail. With `score_0`, they are trained all
+        the same."""
+        case = (service.name, ALL_FAILED)
+        if log.all_failed and case not in self._warned_of:
+            self._warned_of.add(case)
+            logger.warning("%s: %s Its log: %s.", service.name, log.all_failed, service.log_path)
 
 
 def _start_of(pair: tuple[Service, EnvironmentLog]) -> float:

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 from trl_atropos.activity import Pacer, activity
 from trl_atropos.errors import ServiceError
+from trl_atropos.privacy import CLOSED_VARIABLE
 from trl_atropos.services.environment_metrics import FILE_VARIABLE, metrics_file
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 from trl_atropos.services.service_log import cause_of_crash, cause_of_end, end_of, tail, tell_work
@@ -96,10 +97,12 @@ class Service:
 
 class Services(contextlib.AbstractContextManager):
     """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the
-    block stops them."""
+    block stops them. With `closed`, they close themselves to other processes of the same user
+    (`privacy.py`)."""
 
-    def __init__(self, log_dir: str | Path) -> None:
+    def __init__(self, log_dir: str | Path, closed: bool = False) -> None:
         self.log_dir = Path(log_dir)
+        self._closed = closed
         # where environments write down where their code stands: see `stacks.py`
         self.stacks_dir = self.log_dir.absolute() / "stacks"
         self._services: dict[str, Service] = {}
@@ -149,6 +152,8 @@ class Services(contextlib.AbstractContextManager):
         metrics = metrics_file(log_path.absolute())
         metrics.unlink(missing_ok=True)  # of an earlier run, whose log has them
         variables[FILE_VARIABLE] = str(metrics)
+        if self._closed:
+            variables[CLOSED_VARIABLE] = "1"
         folder = ""
         if scratch:
             folder = tempfile.mkdtemp(prefix=SCRATCH)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from trl_atropos.activity import activity
 from trl_atropos.errors import RolloutError
 from trl_atropos.flags import parallel
-from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, keep_token
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.services.manager import (
     ATROPOS,
@@ -37,7 +37,6 @@ def start_services(
 ) -> None:
     """Starts the API, the server, the environments and evaluations, and waits until the first two
     are healthy."""
-
     config = recipe.services
     atropos = recipe.training.atropos_url
     require_room(recipe)
@@ -81,7 +80,6 @@ def start_services(
 def start_servers(recipe: "Recipe", services: Services, mode: str, model: str) -> list[str]:
     """Starts the inference servers of a recipe that starts any. Returns the names of the
     services."""
-
     if not recipe.services.start_vllm:
         return []
     training = recipe.training
@@ -89,30 +87,29 @@ def start_servers(recipe: "Recipe", services: Services, mode: str, model: str) -
     names = ["vllm"]
     if len(urls) > 1:
         names = [f"vllm-{index}" for index in range(len(urls))]
-    os.environ[TOKEN_VARIABLE] = control_token()
+    token = control_token()
+    keep_token(token)
     flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
-        env = {}
+        env = {TOKEN_VARIABLE: token}
         if training.mode.shares_memory and len(urls) > 1:
             # each process trains where its server is
             device = visible.split(",")[index] if visible else str(index)
-            env = {"CUDA_VISIBLE_DEVICES": device}
+            env["CUDA_VISIBLE_DEVICES"] = device
         services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     return names
 
 
 def control_token() -> str:
-    """Returns the control token in the environment, or a new one."""
-
+    """Returns the control token of this process, or a new one."""
     return environment_token() or secrets.token_urlsafe(24)
 
 
 def require_room(recipe: "Recipe") -> None:
     """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared
     memory."""
-
     fix = "Stop what runs there, set `{}` to a free port, or use it with `{}: false`."
     if recipe.services.start_vllm:
         require_sockets()

@@ -1,24 +1,85 @@
 """Shares one storage between two processes. The owner exports it as a JSON handle, and the other
 process opens the handle as a flat `uint8` tensor over the same memory.
 
-- CPU: an anonymous memory file (`memfd_create`), opened through `/proc/<pid>/fd`. It leaves no name
-  behind, is not bounded by the size of `/dev/shm`, and only processes of the same user on the same
-  machine can open it.
+- CPU: an anonymous memory file (`memfd_create`). It leaves no name behind, and is not bounded by
+  the size of `/dev/shm`. A thread of the owner (`Doorkeeper`) passes its descriptor to those who
+  know the handle's key. The other way, `/proc/<pid>/fd`, is closed to others if the owner has
+  closed itself (`trl_atropos.privacy`).
 - CUDA: the IPC handle that `torch.multiprocessing` makes of the allocation.
 
 Nothing is pickled. A handle gives access to the weights: it must not be logged or written to disk.
 """
 
 import base64
+import hmac
 import os
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from functools import cache
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 FILE_NAME = "trl_atropos_weights"
+KEY_BYTES = 32  # of a handle's key, which is twice as many characters
+DEADLINE = 10.0  # seconds in which the two sides of a socket exchange key and descriptor
+CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
 
 # File descriptor and bytes of this process's own arenas, by their data pointer
 _arenas: dict[int, tuple[int, int]] = {}
+
+
+class Doorkeeper:
+    """
+    Passes descriptors of this process to processes that know their keys, from a thread of its own.
+
+    It listens at a Unix socket without a file, whose name everybody on the machine can read. The
+    key is the secret: it is part of a handle, which travels with the control token.
+
+    Attributes:
+        address: Name of the socket, without the zero byte that it begins with.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"{FILE_NAME}-{secrets.token_hex(8)}"
+        self._keys: dict[int, str] = {}  # by descriptor
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen()
+        threading.Thread(target=self._serve, name="doorkeeper", daemon=True).start()
+
+    def key_of(self, descriptor: int) -> str:
+        """Returns the key of a descriptor, which must stay open."""
+        return self._keys.setdefault(descriptor, secrets.token_hex(KEY_BYTES))
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.settimeout(DEADLINE)
+                with suppress(OSError):  # it has left, or sends nothing
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Passes the descriptor whose key comes through a connection, or nothing if it is no
+        key."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        _pid, user, _group = CREDENTIALS.unpack(credentials)
+        if user not in (0, os.geteuid()):
+            return
+        given = connection.recv(2 * KEY_BYTES)
+        for descriptor, key in list(self._keys.items()):
+            if hmac.compare_digest(key.encode(), given):
+                socket.send_fds(connection, [b"1"], [descriptor])
+
+
+@cache
+def _doorkeeper(pid: int) -> Doorkeeper:
+    """Returns the one of this process, whose id is `pid`: a fork has no threads of its parent."""
+    return Doorkeeper()
 
 
 def allocate_arena(num_bytes: int) -> torch.Tensor:
@@ -37,11 +98,15 @@ def export_storage(storage: torch.UntypedStorage) -> dict:
         if storage.data_ptr() not in _arenas:
             raise ValueError("only memory of `allocate_arena` can be shared on the CPU")
         descriptor, num_bytes = _arenas[storage.data_ptr()]
+        doorkeeper = _doorkeeper(os.getpid())
         return {
             "kind": "memfd",
+            "socket": doorkeeper.address,
+            "key": doorkeeper.key_of(descriptor),
+            "num_bytes": num_bytes,
+            # for versions of this package that know no socket
             "pid": os.getpid(),
             "descriptor": descriptor,
-            "num_bytes": num_bytes,
         }
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # Each attach needs a new export: it holds one reference count, which the process that opens it
@@ -63,9 +128,15 @@ def open_storage(handle: dict) -> torch.Tensor:
     """Opens another process's storage as a flat `uint8` tensor on the same device."""
     num_bytes = int(handle["num_bytes"])
     if handle["kind"] == "memfd":
-        pid = int(handle["pid"])
-        descriptor = int(handle["descriptor"])
-        return _open_arena(pid, descriptor, num_bytes)
+        if "socket" not in handle:  # of a version that knows none
+            pid = int(handle["pid"])
+            descriptor = int(handle["descriptor"])
+            return _open_arena(f"/proc/{pid}/fd/{descriptor}", num_bytes)
+        descriptor = _received(handle["socket"], handle["key"])
+        try:
+            return _open_arena(f"/proc/self/fd/{descriptor}", num_bytes)
+        finally:
+            os.close(descriptor)  # the memory stays mapped
     allocation = [_decoded(part) for part in handle["allocation"]]
     return rebuild_cuda_tensor(
         torch.Tensor,
@@ -79,8 +150,26 @@ def open_storage(handle: dict) -> torch.Tensor:
     )
 
 
-def _open_arena(pid: int, descriptor: int, num_bytes: int) -> torch.Tensor:
-    path = f"/proc/{pid}/fd/{descriptor}"
+def _received(address: str, key: str) -> int:
+    """Returns the descriptor that the owner's `Doorkeeper` passes for a key. Raises `ValueError` if
+    there is none."""
+    descriptors: list[int] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(DEADLINE)
+        with suppress(ConnectionError):
+            connection.connect(f"\0{address}")
+            connection.sendall(key.encode())
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise ValueError(
+            f"the owner of shared weights passes none to this process at the socket {address}: it "
+            "has ended, runs as another user, or has another network namespace. Run trainer and "
+            "server as one user in one container"
+        )
+    return descriptors[0]
+
+
+def _open_arena(path: str, num_bytes: int) -> torch.Tensor:
     # torch.from_file would grow a file that is too small, so its size is checked first.
     target = os.readlink(path)
     size = os.stat(path).st_size

@@ -23,6 +23,7 @@ this package is not installed here.
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -166,7 +167,15 @@ def said(error):
     return f"{type(error).__name__}: {words}"
 
 
+def close_to_others():
+    """Closes this process to other programs of the same user: it knows the URL of each episode's
+    session. As `trl_atropos/privacy.py`."""
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
+
+
 def main():
+    close_to_others()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the taskset prints must not stand between the answers
     asyncio.run(Worker(answers).serve())

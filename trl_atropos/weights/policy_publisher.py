@@ -47,6 +47,11 @@ class PolicyPublisher:
         return None
 
     @property
+    def memory_is_opened(self) -> bool:
+        """True if servers open GPU memory of this process."""
+        return False
+
+    @property
     def trainer_version(self) -> int:
         """Version of the trainer's weights. A batch that arrives now is trained at this version."""
         return self.policy_version

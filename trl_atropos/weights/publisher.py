@@ -143,6 +143,10 @@ class ServerPublisher(PolicyPublisher):
         return self.transfer.mode.adapter_way
 
     @property
+    def memory_is_opened(self) -> bool:
+        return self.transfer.memory_is_opened
+
+    @property
     def trainer_version(self) -> int:
         return self._trainer_version
 

@@ -58,9 +58,15 @@ class Transfer(ABC):
     in_place = False
     steps_in_place = False
     clear_cache = True
+    _channel: channels.Channel | None = None  # to the servers, if the mode needs one
 
     def __init__(self, servers: Servers):
         self.servers = servers
+
+    @property
+    def memory_is_opened(self) -> bool:
+        """True if servers open GPU memory of this process: that of a channel."""
+        return self._channel is not None and self._channel.device.type == "cuda"
 
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple["Transfer", Any]:
         """Connects to the servers. Returns the transfer to use, which may be another one, and the
