@@ -88,10 +88,38 @@ def test_16_bit_dtype_widens_bounds():
             ),
             2048,
         ),
+        (
+            AutoConfig.for_model(
+                "llama",
+                max_position_embeddings=512,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 5e5,
+                },
+            ),
+            512,
+        ),
+        (
+            AutoConfig.for_model(
+                "qwen3",
+                max_position_embeddings=512,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_theta": 1e6,
+                },
+            ),
+            512,
+        ),
         (AutoConfig.for_model("bloom"), math.inf),
         (AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 256}), 256),
     ],
-    ids=["learned", "rotary", "stretched", "alibi", "text of a vision model"],
+    ids=["learned", "rotary", "dynamic", "llama3", "yarn", "alibi", "text of a vision model"],
 )
 def test_model_positions_are_read_from_config(config, positions):
     assert num_positions(config) == positions

@@ -36,6 +36,9 @@ ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
 )
+# Rotary embeddings whose `factor` stretches `max_position_embeddings`. With others (`llama3`, `yarn`,
+# `longrope`), that is the stretched length, as Transformers and vLLM take it.
+STRETCHING = ("linear", "dynamic")
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
 
@@ -236,8 +239,9 @@ def num_positions(config: PreTrainedConfig) -> float:
     if positions is None:  # ALiBi and state-space models
         return math.inf
     rope = getattr(text_config, "rope_parameters", None) or {}  # not every model has rotary ones
-    factor = rope.get("factor") or 1.0
-    return positions * max(1.0, factor)
+    if rope.get("rope_type") not in STRETCHING:
+        return positions
+    return positions * max(1.0, rope.get("factor") or 1.0)
 
 
 def drops_soft_cap(config: PreTrainedConfig, implementation: str) -> bool:
