@@ -36,8 +36,8 @@ ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
 )
-# Rotary embeddings whose `factor` stretches `max_position_embeddings`. With others (`llama3`, `yarn`,
-# `longrope`), that is the stretched length, as Transformers and vLLM take it.
+# Rotary embeddings whose `factor` stretches `max_position_embeddings`. With others (`llama3`,
+# `yarn`, `longrope`), that is the stretched length, as Transformers and vLLM take it.
 STRETCHING = ("linear", "dynamic")
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
