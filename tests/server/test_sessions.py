@@ -177,12 +177,15 @@ def test_kept_logprobs_are_those_of_the_model(server, reference):
     client.post(COMPLETIONS, prompt=["ab", "cd"], max_tokens=3, n=2, seed=7, echo=True)
     client.post("/v1/responses", input="Hello", max_output_tokens=100)
     reply = client.delete()
-    assert [len(tokens) for tokens in sampled(reply)] == [5, 5, 5, 5, 3, 3, 3, 3, 5]
+    most = [5, 5, 5, 5, 3, 3, 3, 3, 5]
+    for tokens, bound, call in zip(sampled(reply), most, reply.calls, strict=True):
+        # one token in 258 is the end
+        assert len(tokens) == bound or (0 < len(tokens) < bound and call.finish == "stop")
     assert len({tuple(tokens) for tokens in sampled(reply)[:3]}) > 1, "a seed was used"
     assert worst_difference(reference, reply, temperature=0.8) < TOLERANCE
     assert {call.settings["temperature"] for call in reply.calls} == {0.8}
     assert {call.reason for call in reply.calls} == {None}
-    assert {call.finish for call in reply.calls} == {"length"}
+    assert {call.finish for call in reply.calls} <= {"length", "stop"}
     assert [call.call for call in reply.calls] == [0, 0, 0, 1, 2, 2, 2, 2, 3]
 
 
