@@ -160,8 +160,10 @@ def timed(
     gradients."""
     import torch
 
+    from trl_atropos.batches.attention_kernels import activated
+
     wait = torch.get_device_module(row.states[0].device).synchronize
-    with _active(name):
+    with activated(name):
         wait()
         began = time.perf_counter()
         output = attend(*row.states)
@@ -173,20 +175,12 @@ def timed(
     return (halfway - began, ended - halfway), [output.detach(), *gradients]
 
 
-def _active(name: str) -> Any:
-    from trl_atropos.batches import attention_kernels
-
-    if name in attention_kernels.MODULES:
-        attention_kernels.require_installed(name)
-        return attention_kernels.activated(name)
-    return attention_kernels.activated(attention_kernels.TORCH)
-
-
 def _kernel(name: str, row: Any) -> Callable[..., Any]:
     """Returns the function of (1, heads, T, head_dim) to (1, T, heads, head_dim)."""
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
 
+    from trl_atropos.batches.attention_kernels import MODULES, require_installed
     from trl_atropos.batches.packed_attention import attend_at_once
 
     if name == "cudnn":
@@ -194,6 +188,8 @@ def _kernel(name: str, row: Any) -> Callable[..., Any]:
     if name == "flex":
         return _flex(row)
     if row.states[0].device.type == "cuda":
+        if name in MODULES:
+            require_installed(name)
         return lambda *states: attend_at_once(*states, None, **row.options)
     if name != "torch":
         raise RuntimeError("needs a CUDA device")

@@ -159,7 +159,7 @@ class Recipe:
 
     @property
     def runs_agents(self) -> bool:
-        """Whether entries of `environments` or `evaluations` run programs that nobody knows beside
+        """True if entries of `environments` or `evaluations` run programs that nobody knows beside
         the run: those of `environment_kinds.py`."""
         specs = [*self.environments, *self.evaluations]
         return any(spec.kind is not None for spec in specs)

@@ -128,7 +128,7 @@ def install(dispatched, monkeypatch) -> Callable[..., None]:
 
 
 def use(wanted: str) -> str:
-    used = attention_kernels.use(wanted, SHAPES, CPU, torch.float32)
+    used = attention_kernels.use(wanted, lambda: SHAPES, CPU, torch.float32)
     library = used if used in attention_kernels.MODULES else None
     assert attention.current_flash_attention_impl() == library
     return used
@@ -261,7 +261,7 @@ def test_long_rollouts_are_computed_in_turn(tiny_model, tmp_path, dispatched, mo
 
 def test_windows_are_refused_with_cudnn(dispatched):
     with pytest.raises(RecipeError, match="it knows no windows, which some layers have"):
-        attention_kernels.use("cudnn", SHAPES, CPU, torch.float32)
+        attention_kernels.use("cudnn", lambda: SHAPES, CPU, torch.float32)
 
 
 @pytest.mark.gpu

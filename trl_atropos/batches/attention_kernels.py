@@ -130,12 +130,8 @@ class Row(NamedTuple):
 def installed() -> list[str]:
     """Returns the names of the newer kernels that this version of torch knows and that can be
     imported."""
-    names = []
-    for name in getattr(attention, "list_flash_attention_impls", list)():
-        module = MODULES.get(name)
-        if module is None or _can_be_found(module):
-            names.append(name)
-    return names
+    known = getattr(attention, "list_flash_attention_impls", list)()
+    return [name for name in known if name in MODULES and _can_be_found(MODULES[name])]
 
 
 def _can_be_found(module: str) -> bool:
@@ -177,7 +173,10 @@ def activate(name: str) -> None:
 
 
 def use(
-    wanted: str, shapes: Collection[AttentionShape], device: torch.device, dtype: torch.dtype
+    wanted: str,
+    find_shapes: Callable[[], Collection[AttentionShape]],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> str:
     """
     Has packed rows attended to by the kernel that a run wants, and returns its name. Call this on
@@ -185,13 +184,15 @@ def use(
 
     Args:
         wanted: a kernel's name; `"auto"` = the fastest of those that are installed and right.
-        shapes: of the models' layers.
+        find_shapes: returns those of the models' layers. It is called on all ranks, or, if there is
+            no choice, on none: it takes a forward pass.
         device, dtype: of the rows.
     """
-    names = installed() if wanted == AUTO else [wanted]
+    names = on_main(installed) if wanted == AUTO else [wanted]
     if names in ([], [TORCH]):
         activate(TORCH)
         return TORCH
+    shapes = find_shapes()
     trials = on_main(partial(try_kernels, names, sorted(shapes, key=str), device, dtype))
     if wanted in trials.reasons:
         raise RecipeError(

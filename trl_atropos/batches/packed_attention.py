@@ -74,7 +74,7 @@ class RowFormat(NamedTuple):
 
     @property
     def has_one_kernel(self) -> bool:
-        """Whether one kernel computes attention over all rollouts of a row."""
+        """True if one kernel computes attention over all rollouts of a row."""
         is_half = self.dtype in (torch.float16, torch.bfloat16)
         return self.attention == ATTENTION and self.device.type == "cuda" and is_half
 

@@ -155,7 +155,7 @@ def _too_soon(recipe: Recipe, spec: EnvironmentSpec, waits: Deadline) -> Iterato
     if not tokens:
         return
     least = tokens / FASTEST
-    for deadline in (_of_group(recipe, spec), _of_request(spec), waits):
+    for deadline in (_of_group(spec, settings), _of_request(spec), waits):
         if not 0 < deadline.seconds < least:
             continue
         what = (
@@ -170,8 +170,7 @@ def _too_soon(recipe: Recipe, spec: EnvironmentSpec, waits: Deadline) -> Iterato
         yield Finding(what, seen, fix, "deadline", WARNING)
 
 
-def _of_group(recipe: Recipe, spec: EnvironmentSpec) -> Deadline:
-    settings = _settings(recipe, spec)
+def _of_group(spec: EnvironmentSpec, settings: dict[str, Any]) -> Deadline:
     seconds = number_of(settings.get("worker_timeout"))
     if seconds is None:
         seconds = WORKER_TIMEOUT

@@ -178,12 +178,18 @@ class Computation:
                     wanted,
                 )
             return
+        used = attention_kernels.use(
+            wanted, self._attention_shapes, self.packs.device, self.packs.dtype
+        )
+        self.packs = self.packs._replace(long_in_turn=used == CUDNN)
+
+    def _attention_shapes(self) -> set[AttentionShape]:
+        """Returns the shapes of the attention in the layers of all models."""
         shapes: set[AttentionShape] = set()
-        with trainer.accelerator.autocast():
+        with self._trainer.accelerator.autocast():
             for model in self._models():
                 shapes |= trial.attention_shapes(model, base_model(model), self.packs)
-        used = attention_kernels.use(wanted, shapes, self.packs.device, self.packs.dtype)
-        self.packs = self.packs._replace(long_in_turn=used == CUDNN)
+        return shapes
 
     @contextmanager
     def saving_memory(self, micro_batch: Batch) -> Iterator[None]:
