@@ -45,7 +45,9 @@ def test_notebook_runs_from_top_to_bottom(tmp_path):
     texts = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert "Mean reward" in texts[1]
     assert any("image/png" in output.get("data", {}) for output in cells[2].outputs)
-    assert [line[:4] for line in texts[3].splitlines()] == ["cab=", "hag="]
+    # So young a model also writes line ends.
+    assert texts[3].startswith("cab=")
+    assert "\nhag=" in texts[3]
     steps = [line.split()[0] for line in texts[4].splitlines() if line[:1].isdigit()]
     assert steps == ["1", "2", "3", "4", "5"]
     assert Path(tmp_path, "runs/notebook/model.safetensors").exists()

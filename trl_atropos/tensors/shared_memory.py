@@ -156,9 +156,10 @@ def _received(address: str, key: str) -> int:
     descriptors: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(DEADLINE)
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, TimeoutError):
             connection.connect(f"\0{address}")
             connection.sendall(key.encode())
+            connection.shutdown(socket.SHUT_WR)  # the owner does not wait for the rest of a key
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:
         raise ValueError(
