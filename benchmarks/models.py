@@ -119,10 +119,12 @@ def dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def make_model(folder: Path, size: str, dtype: str, words: bool = False) -> int:
+def make_model(
+    folder: Path, size: str, dtype: str, words: bool = False, positions: int = 4096
+) -> int:
     """
-    Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of
-    parameters.
+    Saves a model of `size` for `positions` tokens, and a byte-level tokenizer, in `folder`. Returns
+    its number of parameters.
 
     With `words`, each token above the bytes is a word. Without them, these tokens have no text.
     """
@@ -134,7 +136,7 @@ def make_model(folder: Path, size: str, dtype: str, words: bool = False) -> int:
     tokenizer = _byte_tokenizer(fields["vocab_size"] - VOCABULARY if words else 0)
     config = Qwen3Config(
         **fields,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

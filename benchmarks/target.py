@@ -167,8 +167,15 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--folder",
         type=Path,
+        metavar="FOLDER",
         default=Path("runs/target"),
-        help="of the model, which is made if it is missing, and of logs (default: %(default)s)",
+        help="of what the runs write (default: %(default)s)",
+    )
+    add(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of the model, which is made if it is missing (default: FOLDER/model)",
     )
     add("--output", type=writable, metavar="FILE", help="of rows (default: FOLDER/rows.jsonl)")
     add(
@@ -211,11 +218,11 @@ def main(argv: list[str] | None = None) -> None:
         ]
         install_handlers()
         with contextlib.redirect_stdout(sys.stderr):
-            model = folder / "model"
+            model = (options.model or folder / "model").absolute()
             if not (model / "config.json").exists():
                 make_model(model, folder, protocol)
             if not options.only_model:
-                rows += run(folder, output, rows, seeds, sides, protocol, options.timeout)
+                rows += run(folder, model, output, rows, seeds, sides, protocol, options.timeout)
     result = summary(rows, protocol)
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if options.json else table(result))
 
@@ -349,13 +356,14 @@ def table(result: dict[str, Any]) -> str:
 def make_model(model: Path, folder: Path, protocol: Protocol) -> None:
     """Pre-trains the model that all runs begin with."""
     began = time.monotonic()
-    with Side("model", folder, protocol) as side:
+    with Side("model", folder, model, protocol) as side:
         side.wait_for(model / "config.json", MODEL_TIMEOUT)
     sys.stderr.write(f"made {model} in {time.monotonic() - began:.0f} s\n")
 
 
 def run(
     folder: Path,
+    model: Path,
     output: Path,
     rows: list[dict[str, Any]],
     seeds: list[int],
@@ -375,7 +383,7 @@ def run(
         processes: dict[str, Side] = {}
         for number, (name, seed) in enumerate(pending):
             if name not in processes:
-                processes[name] = stack.enter_context(Side(name, folder, protocol))
+                processes[name] = stack.enter_context(Side(name, folder, model, protocol))
                 processes[name].wait_for(folder / name / "ready", START_TIMEOUT)
             row = {"protocol": protocol.id, **processes[name].train(seed, timeout)}
             added.append(row)
@@ -396,7 +404,7 @@ class Side:
     benchmark; the side's own is below it.
     """
 
-    def __init__(self, name: str, folder: Path, protocol: Protocol):
+    def __init__(self, name: str, folder: Path, model: Path, protocol: Protocol):
         self._name = name
         self._folder = folder / name
         if name == "model":
@@ -405,7 +413,7 @@ class Side:
         (self._folder / "ready").unlink(missing_ok=True)
         settings = {
             "started_at": time.time(),
-            "model": str(folder / "model"),
+            "model": str(model),
             "protocol": asdict(protocol),
         }
         (self._folder / "settings.json").write_text(json.dumps(settings))

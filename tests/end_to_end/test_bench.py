@@ -143,6 +143,26 @@ def test_attention_benchmark_names_kernels_that_are_not_there():
 @pytest.mark.full
 @pytest.mark.slow(100)
 @pytest.mark.server
+def test_runs_on_long_rollouts_are_measured_whole_and_divided(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long")
+    done = bench("long", "--tokens", "64", "--steps", "3", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, two = json.loads(done.stdout)["rows"]
+    assert (one["processes"], one["tokens"]) == (1, 64)
+    assert (two["processes"], two["tokens"]) == (2, 128)
+    assert one["of_first"] == 1
+    assert two["of_first"] == two["flops_per_process_s"] / one["flops_per_process_s"]
+    for row in (one, two):
+        assert row["tokens_per_s"] == pytest.approx(2 * row["tokens"] / row["step_s"])
+        assert row["grad_norm"] > 0
+        assert 0 < row["probe"] < 1e-4
+        assert row["computing_s"] + row["publish_ms"] / 1e3 < row["step_s"]
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
+@pytest.mark.full
+@pytest.mark.slow(100)
+@pytest.mark.server
 @pytest.mark.parametrize("sides", ["strict,no_logprobs", "trl,strict"])
 def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
     """Our side with a real server, API and environment; TRL's samples by Transformers, for want of
@@ -172,6 +192,9 @@ def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
     ("arguments", "message"),
     [
         (["weights", "--modes", "colocate,serve"], "'serve' is no mode: name some of colocate, "),
+        (["long", "--processes", "3"], "--processes 3 does not divide the model's"),
+        (["long", "--tokens", "16"], "--tokens 16 leaves no completion after 16 of the prompt"),
+        (["long", "--rollouts", "3"], "two of them are a group, so it must be even"),
         (["weights", "--params", "20X"], "'20X' is no model size: write it like 20M"),
         (["weights", "--params", "10K"], "'10K' is too small: ask for 0.5M parameters or more"),
         (["weights", "--ranks", "8,0"], "'0' is no number of 1 or more"),

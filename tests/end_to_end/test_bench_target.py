@@ -57,7 +57,12 @@ def test_finished_runs_are_not_repeated(tmp_path):
     output.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept = read_rows(output, PROTOCOL)
     assert kept == rows
-    assert run(tmp_path, output, kept, [1, 2], ["ours", "trl"], PROTOCOL, timeout=1) == []
+    assert (
+        run(
+            tmp_path, tmp_path / "model", output, kept, [1, 2], ["ours", "trl"], PROTOCOL, timeout=1
+        )
+        == []
+    )
 
 
 def test_rows_of_another_protocol_are_refused(tmp_path):

@@ -1,0 +1,240 @@
+"""`trl-atropos bench long`: whole runs on long rollouts, of which each process computes a part.
+
+The rollouts are drawn once and given to the trainer at each step. All else is as in a run: `accelerate
+launch` starts the trainers (`long_trainer.py`), which send an adapter to a real server after each
+step and compare what both compute.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl import ROOT, run_variables
+from benchmarks.models import config_fields, dtype, make_model
+from benchmarks.options import aligned, give_result, new_parser, positive
+from trl_atropos import __version__
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.services.manager import free_port
+from trl_atropos.services.service_log import tail
+from trl_atropos.services.signals import install_handlers
+
+DESCRIPTION = """\
+Measure whole runs on long rollouts: on one process, and on several that divide each rollout (`sp_size`), with rollouts
+that are as many times as long.
+
+An adapter is trained with gradient checkpointing, and sent over NCCL (gloo on the CPU) after each step to a server,
+whose log-probabilities are compared with the trainer's. Rollouts are random, and the same at each step. The first two
+steps do not count: kernels are compiled, and memory is taken.
+
+  processes  that divide each rollout
+  tokens     of a rollout
+  step, computing, publish   medians of the steps; computing is forward and backward
+  tokens_per_s   of all rollouts, over the time of a step
+  mfu        of computing, with attention of causal pairs, as a share of the peak of these GPUs in bfloat16; and by the
+             formula that prime-rl has
+  of_first   operations per second and process over those of the first row, with attention
+  memory     most that the trainer had taken of a GPU (with one that a server shares: the trainer alone)
+  probe      largest difference between trainer and server, in nats
+"""
+COLUMNS = {  # of the table: field, and how it is written
+    "processes": "{}",
+    "tokens": "{:,}",
+    "rollouts": "{}",
+    "step_s": "{:.2f}",
+    "computing_s": "{:.2f}",
+    "publish_ms": "{:.1f}",
+    "tokens_per_s": "{:,.0f}",
+    "mfu_with_attention": "{:.1%}",
+    "mfu_by_prime_rl": "{:.1%}",
+    "of_first": "{:.2f}",
+    "memory_gb": "{:.1f}",
+    "probe": "{:.0e}",
+}
+PROMPT = 16  # tokens
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser("long", DESCRIPTION)
+    add = parser.add_argument
+
+    def number(name: str, default: int, help: str) -> None:
+        text = f"{help} (default: %(default)s)"
+        add(name, type=positive, default=default, metavar="N", help=text)
+
+    add(
+        "--params",
+        default="2M",
+        metavar="SIZE",
+        help="of the model, such as 4B (default: %(default)s)",
+    )
+    add(
+        "--processes",
+        type=_numbers,
+        default=[1, 2],
+        metavar="LIST",
+        help="that divide a rollout, one run for each (default: 1,2)",
+    )
+    number("--tokens", 512, "of a rollout, for each of these processes")
+    number("--rollouts", 2, "of a step")
+    number("--steps", 5, "of a run")
+    number("--lora_r", 16, "rank of the adapter")
+    add("--selective", action="store_true", help="of `gradient_checkpointing_kwargs`")
+    add("--attention_kernel", default="auto", metavar="NAME", help="as in training arguments")
+    add(
+        "--gpus",
+        metavar="LIST",
+        help="as in CUDA_VISIBLE_DEVICES; the server is on the last one (default: all)",
+    )
+    add(
+        "--gpu_memory_utilization",
+        type=float,
+        default=0.35,
+        metavar="X",
+        help="of the server (default: %(default)s)",
+    )
+    number("--timeout", 1800, "seconds for the trainers of a run")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    try:
+        heads = config_fields(options.params)["num_attention_heads"]
+    except ValueError as error:
+        parser.error(f"--params: {error}")
+    for processes in options.processes:
+        if heads % processes:
+            parser.error(f"--processes {processes} does not divide the model's {heads} heads")
+    if options.tokens <= PROMPT:
+        parser.error(f"--tokens {options.tokens} leaves no completion after {PROMPT} of the prompt")
+    if options.rollouts % 2:
+        parser.error(f"--rollouts {options.rollouts}: two of them are a group, so it must be even")
+    if options.steps <= 2:
+        parser.error(f"--steps {options.steps}: two do not count, so there must be more")
+    options.gpus = _gpus(options.gpus)
+    most = max(options.processes)
+    if options.gpus and len(options.gpus) < most:
+        parser.error(f"--processes {most} needs as many GPUs, and there are {len(options.gpus)}")
+    give_result(run, options, table)
+
+
+def _gpus(chosen: str | None) -> list[str]:
+    """Returns the names of the GPUs that may be used; none on a machine without any."""
+    import torch
+
+    chosen = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures. Returns versions, sizes, and a row for each number of processes."""
+    from benchmarks.step_trainers import device_name
+
+    install_handlers()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
+        model = Path(name, "model")
+        longest = options.tokens * max(options.processes)
+        make_model(model, options.params, dtype(), positions=longest)
+        for processes in options.processes:
+            folder = Path(name, f"processes-{processes}")
+            folder.mkdir()
+            rows.append(_measure(folder, model, processes, options))
+            sys.stderr.write("\n".join(aligned(rows[-1:], COLUMNS)) + "\n")
+    for row in rows:
+        row["of_first"] = row["flops_per_process_s"] / rows[0]["flops_per_process_s"]
+    return {
+        "trl_atropos": __version__,
+        **{package: version(package) for package in ("torch", "trl", "transformers")},
+        "device": device_name(),
+        "params": options.params,
+        "lora_r": options.lora_r,
+        "steps": options.steps,
+        "rows": rows,
+    }
+
+
+def _measure(
+    folder: Path, model: Path, processes: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the row of a run whose trainers are `processes`."""
+    from benchmarks.publish import running_server
+
+    tokens = options.tokens * processes
+    gpus = options.gpus
+    server = {"CUDA_VISIBLE_DEVICES": gpus[-1]} if gpus else {}
+    flags = ["--max-model-len", str(tokens), "--max-num-seqs", "8", "--enforce-eager"]
+    memory = options.gpu_memory_utilization
+    ranks = [options.lora_r]
+    with running_server(
+        model, folder / "server", "nccl_lora", ranks, dtype(), memory, server, flags
+    ) as servers:
+        settings = {
+            "model": str(model),
+            "url": servers.urls[0],
+            "tokens": tokens,
+            "prompt": PROMPT,
+            "rollouts": options.rollouts,
+            "steps": options.steps,
+            "lora_r": options.lora_r,
+            "selective": options.selective,
+            "attention_kernel": options.attention_kernel,
+        }
+        (folder / "settings.json").write_text(json.dumps(settings))
+        variables = run_variables() | {TOKEN_VARIABLE: servers.token}
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:processes])
+        _train(folder, processes, bool(gpus), variables, options.timeout)
+    result = json.loads((folder / "result.json").read_text())
+    return {"processes": processes, "tokens": tokens, "rollouts": options.rollouts, **result}
+
+
+def _train(
+    folder: Path, processes: int, cuda: bool, variables: dict[str, str], timeout: int
+) -> None:
+    """Runs the trainers to their end."""
+    config = "sp2.yaml"
+    if processes == 1:
+        config = "single_gpu.yaml" if cuda else "cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+    command += ["--config_file", str(ROOT / "configs/accelerate" / config)]
+    if processes > 1:
+        command += ["--num_processes", str(processes)]
+        command += ["--parallelism_config_sp_size", str(processes)]
+        command += ["--main_process_port", str(free_port())]
+    command += ["-m", "benchmarks.long_trainer", str(folder)]
+    log = folder / "trainers.log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=folder, env=os.environ | variables
+        )
+        try:
+            code = launcher.wait(timeout)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"trl-atropos bench long: took longer than {timeout} s\n{tail(log)}")
+        finally:
+            launcher.terminate()  # which a launcher passes on to what it has started
+            launcher.wait()
+    if code:
+        sys.exit(f"trl-atropos bench long: the trainers ended with exit code {code}\n{tail(log)}")
+
+
+def table(result: dict) -> str:
+    """The result as lines of text."""
+    header = {name: value for name, value in result.items() if name != "rows"}
+    lines = [" ".join(f"{name}={value}" for name, value in header.items()), ""]
+    lines += aligned(result["rows"], COLUMNS)
+    return "\n".join([*lines, ""])
