@@ -11,6 +11,7 @@ import torch
 from torch.nn import attention
 from torch.nn.attention import _fa3, _fa4
 
+from tests.batches.exact_attention import attend_to_parts
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
 from trl_atropos.batches import attention_kernels, long_attention, packed_attention
 from trl_atropos.batches.attention_kernels import TORCH, AttentionShape
@@ -21,23 +22,6 @@ PLAIN = AttentionShape(4, 2, 8, 8, None, 8**-0.5)
 WINDOWED = PLAIN._replace(window=70)
 SHAPES = {PLAIN, WINDOWED}
 OWN_FA = {"FA3": _fa3.register_flash_attention_fa3, "FA4": _fa4.register_flash_attention_fa4}
-
-
-def attend_exactly(query, key, value, cum_q, cum_k, is_causal, scale, left):
-    attended = []
-    window = None if left < 0 else left + 1
-    assert is_causal or window
-    for begin, end, first, last in zip(cum_q, cum_q[1:], cum_k, cum_k[1:]):
-        mask = packed_attention._mask(int(end - begin), int(last - first), window, CPU)
-        q, k, v = (
-            states.transpose(0, 1)[None]
-            for states in (query[begin:end], key[first:last], value[first:last])
-        )
-        output = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-        attended.append(output[0].transpose(0, 1))
-    return torch.cat(attended)
 
 
 class Kernel(NamedTuple):
@@ -57,19 +41,19 @@ class Dispatched:
         self.active = Kernel()
         self.calls = 0
 
-    def window(self, left: int, is_causal: bool) -> tuple[int, bool]:
-        if not self.active.knows_windows:
-            return -1, True
-        if left >= 0:
-            left += self.active.too_wide
-        return left, is_causal
+    def window(self, left: int, is_causal: bool) -> int | None:
+        """In tokens, of a kernel that is told to look so far to the left."""
+        assert is_causal or left >= 0
+        if left < 0 or not self.active.knows_windows:
+            return None
+        return left + 1 + self.active.too_wide
 
     def forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug, **options):
         self.calls += 1
         if self.active.error:
             raise RuntimeError(self.active.error)
-        left, causal = self.window(options["window_size_left"], is_causal)
-        out = attend_exactly(q, k, v, cum_q, cum_k, causal, options["scale"], left)
+        window = self.window(options["window_size_left"], is_causal)
+        out = attend_to_parts(q, k, v, cum_q, cum_k, options["scale"], window)
         out = out + self.active.of_results
         lse = torch.zeros(q.size(1), q.size(0))
         state = torch.zeros(2, dtype=torch.uint64)
@@ -81,10 +65,10 @@ class Dispatched:
         self.calls += 1
         # Below autograd, as a library's kernels are: so the derivatives are taken step by step.
         states = [states.detach().requires_grad_() for states in (q, k, v)]
-        left, causal = self.window(options["window_size_left"], is_causal)
+        window = self.window(options["window_size_left"], is_causal)
 
         def attend(*states):
-            return attend_exactly(*states, cum_q, cum_k, causal, options["scale"], left)
+            return attend_to_parts(*states, cum_q, cum_k, options["scale"], window)
 
         _, gradients = torch.func.vjp(attend, *states)
         return tuple(each + self.active.of_gradients for each in gradients(gradient))

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.models import make_model as write_model
+from tests.batches.exact_attention import attend_to_parts
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
@@ -288,21 +289,6 @@ def test_kernel_gets_keys_of_each_rollout(policy, window, monkeypatch):
     torch.testing.assert_close(at_once, apart)
 
 
-def attention_of_parts(query, key, value, borders, key_borders):
-    attended = []
-    for begin, end, first, last in zip(borders, borders[1:], key_borders, key_borders[1:]):
-        mask = packed_attention._mask(int(end - begin), int(last - first), None, CPU)
-        q, k, v = (
-            states.transpose(0, 1)[None]
-            for states in (query[begin:end], key[first:last], value[first:last])
-        )
-        output = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=True
-        )
-        attended.append(output[0].transpose(0, 1))
-    return torch.cat(attended)
-
-
 @torch.library.custom_op("trl_atropos::tested_attention", mutates_args=())
 def kernel_of_parts(
     query: torch.Tensor,
@@ -312,14 +298,14 @@ def kernel_of_parts(
     key_borders: torch.Tensor,
 ) -> torch.Tensor:
     """Keeps query, key and value for its backward pass, as the GPU's kernel does."""
-    return attention_of_parts(query, key, value, borders, key_borders)
+    return attend_to_parts(query, key, value, borders, key_borders)
 
 
 def _gradient_of_parts(context, gradient):
     *states, borders, key_borders = context.saved_tensors
     with torch.enable_grad():
         states = [state.detach().requires_grad_() for state in states]
-        attended = attention_of_parts(*states, borders, key_borders)
+        attended = attend_to_parts(*states, borders, key_borders)
         return *torch.autograd.grad(attended, states, gradient), None, None
 
 
