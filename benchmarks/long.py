@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.against_trl import ROOT, run_variables
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import aligned, give_result, new_parser, positive
+from benchmarks.options import aligned, give_result, new_parser, positive, positives, visible_gpus
 from trl_atropos import __version__
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import free_port
@@ -57,6 +57,7 @@ COLUMNS = {  # of the table: field, and how it is written
     "probe": "{:.0e}",
 }
 PROMPT = 16  # tokens
+WARM_UP = 2  # steps that do not count
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--processes",
-        type=_numbers,
+        type=positives,
         default=[1, 2],
         metavar="LIST",
         help="that divide a rollout, one run for each (default: 1,2)",
@@ -102,10 +103,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
@@ -120,23 +117,13 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--tokens {options.tokens} leaves no completion after {PROMPT} of the prompt")
     if options.rollouts % 2:
         parser.error(f"--rollouts {options.rollouts}: two of them are a group, so it must be even")
-    if options.steps <= 2:
-        parser.error(f"--steps {options.steps}: two do not count, so there must be more")
-    options.gpus = _gpus(options.gpus)
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps {options.steps}: {WARM_UP} do not count, so there must be more")
+    options.gpus = visible_gpus(options.gpus)
     most = max(options.processes)
     if options.gpus and len(options.gpus) < most:
         parser.error(f"--processes {most} needs as many GPUs, and there are {len(options.gpus)}")
     give_result(run, options, table)
-
-
-def _gpus(chosen: str | None) -> list[str]:
-    """Returns the names of the GPUs that may be used; none on a machine without any."""
-    import torch
-
-    chosen = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name for name in chosen.split(",") if name]
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def run(options: argparse.Namespace) -> dict:

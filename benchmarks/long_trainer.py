@@ -16,13 +16,12 @@ import torch
 from peft import LoraConfig
 from transformers import PrinterCallback
 
+from benchmarks.long import WARM_UP
 from benchmarks.models import dtype
 from benchmarks.step_trainers import OneBatch, make_rows, prime_rl_flops
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.metrics.flops import BatchFlops, peak_flops
 from trl_atropos.rollouts.rollout import Rollout
-
-WARM_UP = 2  # steps
 
 
 def main(folder: Path) -> None:

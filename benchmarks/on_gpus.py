@@ -12,7 +12,6 @@ with the same folder.
 """
 
 import argparse
-import os
 import re
 import sys
 import time
@@ -20,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.against_trl import ROOT, run_variables
+from benchmarks.options import visible_gpus
 from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.signals import install_handlers
 
-ROOT = Path(__file__).resolve().parents[1]
 LOOK_EVERY = 0.2  # seconds
 ENDED_WELL = "ended well"
 
@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> None:
         for job in chosen:
             sys.stdout.write(f"{job.name}: python {' '.join(commands[job.name][1:])}\n")
         return
-    gpus = _gpus(options.gpus)
+    # a machine without any has one place, where the jobs say that they need a GPU
+    gpus = visible_gpus(options.gpus) or [""]
     for job in chosen:
         if job.gpus > len(gpus):
             sys.stderr.write(f"left out, for it needs {job.gpus} GPUs: {job.name}\n")
@@ -141,16 +142,6 @@ def _chosen(text: str | None, jobs: Sequence[Job], parser: argparse.ArgumentPars
     if unknown:
         parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(by_name)}")
     return [by_name[name] for name in text.split(",")]
-
-
-def _gpus(chosen: str | None) -> list[str]:
-    chosen = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen:
-        return chosen.split(",")
-    import torch
-
-    # a machine without any has one place, where the jobs say that they need a GPU
-    return [str(index) for index in range(torch.cuda.device_count())] or [""]
 
 
 def command_of(job: Job, folder: Path, rehearse: bool) -> list[str]:
@@ -237,8 +228,8 @@ class Queue:
     def _begin(self, job: Job) -> None:
         gpus = self._free[: job.gpus]
         del self._free[: job.gpus]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": path}
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        variables["PYTHONPATH"] = run_variables()["PYTHONPATH"]
         command = self._commands[job.name]
         service = self._services.start(job.name, command, env=variables, cwd=ROOT, ends=True)
         ends_at = time.monotonic() + 60 * job.minutes

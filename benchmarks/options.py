@@ -52,6 +52,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positives(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def visible_gpus(chosen: str | None) -> list[str]:
+    """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES: the chosen ones, or
+    all; none on a machine without any."""
+    import torch
+
+    chosen = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
 def writable(text: str) -> Path:
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text} does not exist: make it first")

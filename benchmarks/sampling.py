@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import sampling_equality
 from benchmarks.models import dtype, make_model
-from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
+from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive, positives
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="FOLDER", help="a model that is there, in its place")
     add(
         "--clients",
-        type=_numbers,
+        type=positives,
         default=[128],
         metavar="N,...",
         help="requests in flight (default: 128)",
@@ -83,10 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
         "own, bit for bit",
     )
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive(word) for word in text.split(",")]
 
 
 def main(argv: list[str] | None = None) -> None:
