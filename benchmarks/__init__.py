@@ -17,7 +17,7 @@ BENCHMARKS = {  # one module each
     "step": "how many useful tokens a training step works off, beside TRL's own",
     "episodes": "how long a step takes on episodes that branch, and on shared prompts",
     "attention": "how fast the kernels that could attend to a long rollout are",
-    "long": "how fast whole runs train on long rollouts, whole and divided by processes",
+    "long": "how fast runs on long rollouts are, by one process and by more",
     "sampling": "how fast the server samples, and what log-probabilities cost",
     "target": "GPU-seconds until held-out problems are solved, beside TRL",
     "numerics": "by how much trainer and server disagree, and what it costs to agree",
