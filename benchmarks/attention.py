@@ -17,8 +17,8 @@ DESCRIPTION = """\
 Measure kernels that attend to a row of one rollout, forward and backward, each by itself.
 
   kernel      torch: what this package uses, FlashAttention 2 on a GPU in 16 bits, else torch's SDPA; FA3, FA4: libraries
-              that `attention_kernel` knows, if they are installed; cudnn: torch's SDPA by cuDNN; flex: FlexAttention,
-              compiled
+              that `attention_kernel` knows, if they are installed; cudnn: what it uses with `attention_kernel: cudnn`;
+              cudnn_alone: torch's SDPA by cuDNN, called directly; flex: FlexAttention, compiled
   forward     milliseconds, the median of the rounds
   backward    the same
   tflops      of both: 12 * heads * head_dim operations for each pair of a query and a key that it sees
@@ -35,7 +35,7 @@ COLUMNS = {
     "error": "{:.1e}",
     "why_not": "{}",
 }
-KERNELS = ("torch", "FA3", "FA4", "cudnn", "flex")
+KERNELS = ("torch", "FA3", "FA4", "cudnn", "cudnn_alone", "flex")
 WARM_UP = 2  # rounds that do not count: kernels are compiled when they are first used
 
 
@@ -189,10 +189,13 @@ def _kernel(name: str, row: Any) -> Callable[..., Any]:
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
 
-    from trl_atropos.batches.attention_kernels import MODULES, require_installed
+    from trl_atropos.batches.attention_kernels import CUDNN, MODULES, require_installed
+    from trl_atropos.batches.long_attention import attend_in_turn
     from trl_atropos.batches.packed_attention import attend_at_once
 
-    if name == "cudnn":
+    if name == CUDNN:
+        return lambda *states: attend_in_turn(*states, row.counts[0], None)
+    if name == "cudnn_alone":
         return partial(_by_backend, SDPBackend.CUDNN_ATTENTION)
     if name == "flex":
         return _flex(row)

@@ -8,9 +8,10 @@ import torch
 
 from benchmarks.target import PROTOCOL
 from benchmarks.target_sides import differing_logprobs
+from recipes.quickstart.make_model import make_model
 from tests.end_to_end.own_environment import run_with
 from tests.house.docs_pages import Page
-from tests.launching import ROOT
+from tests.launching import MODEL_SEED, ROOT
 from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]
@@ -40,12 +41,14 @@ def test_gpu_computes_the_logprobs_of_sessions(tmp_path):
     """Prints how many log-probabilities of sessions differ from the trainer's with `numerics:
     bitwise`. There must be none, of at least 100,000."""
     settings = PROTOCOL.bitwise | {
-        "max_steps": 20,
+        "max_steps": 30,
         "per_device_train_batch_size": 128,
         "max_completion_length": 64,
         "dtype": "bfloat16",
     }
     environment = write_page(tmp_path / "my_task", max_tokens=64)
+    # the kernels for GPUs are made for heads as wide as those of real models
+    make_model(str(tmp_path / "model"), MODEL_SEED, head_dim=128)
     run_with(tmp_path, environment, settings, on_gpu=True)
     counted = differing_logprobs(tmp_path / "run")
     print(f"\nsessions: {counted}")
