@@ -64,13 +64,17 @@ OF_32K = f"{LONG_STEP} --params 1.7B --rows 4 --micro_batch 1 --group_size 2"
 OF_32K += " --longest 32768 --median 32752"
 # on 80 GB: the server's keys and values of 131,072 tokens take 20 GB, and its weights 8
 LONG_RUNS = "long --params 4B --tokens 65536 --processes 1,2 --gpu_memory_utilization 0.42"
+LONG_RUNS += " --selective --attention_kernel cudnn"
+SHORT_STEP = "step --params 0.6B --prompt 128 --median 512 --max_tokens 16384 --shapes spread"
+SHORT_STEP += " --trainers tokens,packed_loop --rounds 3"
+LOOP = "loop --against trl --sequences 128 --group_size 8 --tokens 1024 --micro_batch 16 --steps 6"
 EPISODES = "episodes --params 1.7B --rounds 1 --gradient_checkpointing --cases agent --turns 20"
 EPISODES += " --visible 500 --stripped 500 --max_tokens 32768"
 
 JOBS = (
     _bench("target_model", TARGET + "target --only_model", 10),
     _bench("long", LONG_RUNS, 20, gpus=2),
-    _bench("loop_1.7B", "loop --against trl --params 1.7B --sides ours,trl", 20),
+    _bench("loop_1.7B", LOOP + " --params 1.7B --sides ours,trl", 20),
     _bench("step_64k_selective", OF_64K + " --selective", 8),
     _bench("attention", "attention --params 4B", 8),
     _bench("target_12", TARGET + "target_12 --seeds 1,2" + PRE_TRAINED, 20, needs="target_model"),
@@ -78,8 +82,9 @@ JOBS = (
     _bench("target_56", TARGET + "target_56 --seeds 5,6" + PRE_TRAINED, 20, needs="target_model"),
     _bench("step_64k_cudnn", OF_64K + " --selective --attention_kernel cudnn", 8),
     _bench("step_32k", OF_32K, 8),
+    _bench("step_32k_cudnn", OF_32K + " --selective --attention_kernel cudnn", 8),
     _bench("sampling_1.7B", "sampling --params 1.7B", 15),
-    _bench("loop_0.44B", "loop --against trl --params 0.44B --sides ours,no_logprobs,trl", 20),
+    _bench("loop_0.44B", LOOP + " --params 0.44B --sides ours,no_logprobs,trl", 20),
     _bench("sampling_0.44B", "sampling --params 0.44B", 15),
     _bench(
         "target_bitwise",
@@ -92,7 +97,7 @@ JOBS = (
     _tests("tests_sessions", "tests/end_to_end/test_sessions.py", 12),
     _bench("step_64k", OF_64K, 8),
     _bench("step_32k_selective", OF_32K + " --selective", 8),
-    _bench("step", "step --params 0.6B --trainers tokens,packed_loop --shapes spread", 8),
+    _bench("step", SHORT_STEP, 8),
     _bench("episodes_1.7B", EPISODES, 10),
     _tests("tests_packing", "tests/batches/test_packing.py tests/weights/test_model_setup.py", 8),
     _tests("tests_memory", "tests/check/test_memory_gpu.py", 12),

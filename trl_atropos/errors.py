@@ -82,6 +82,10 @@ class AttachError(ServerError):
     """The trainer's parameters cannot be views of the server's memory."""
 
 
+class OtherWeightsError(AttachError):
+    """The server has other weights than the trainer."""
+
+
 class ProbeError(AtroposTrainingError):
     """After a publish, the server did not sample from the trainer's weights, as `result` shows."""
 

@@ -16,7 +16,16 @@ from peft import LoraConfig
 from tests.launching import ROOT, free_urls
 from tests.rollout_factory import step_logs
 from tests.weights import trainers
-from tests.weights.live import ADAPTERS, FULL_WEIGHTS, MODES, Live, disturb, publish, snapshot
+from tests.weights.live import (
+    ADAPTERS,
+    FULL_WEIGHTS,
+    MODES,
+    Live,
+    assert_proven,
+    disturb,
+    publish,
+    snapshot,
+)
 from tests.weights.trainers import tolerance
 from tests.weights.watched import (
     Clients,
@@ -278,6 +287,26 @@ def test_second_training_sees_no_cache_of_first(
         trainer.train()
     assert publisher.policy_version == 2
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
+
+
+@pytest.mark.parametrize("live", ["server over memory"], indirect=True)
+def test_run_begins_with_its_own_weights_on_used_server(live: Live):
+    """The last run has left its weights in the server's memory."""
+    first = live.publisher()
+    with live.trainer(first, max_steps=2, learning_rate=1e-3) as trainer:
+        trainer.train()
+        first.close()
+        second = live.publisher()
+        again = trainers.make_trainer(
+            second, live.recording, live.server.model, live.folder, mode="server", max_steps=2
+        )
+        try:
+            again.train()
+            assert not second.transfer.in_place
+            assert_proven(second, publishes=3)
+            assert 0 < second.probe_max_abs_diff <= tolerance(second)
+        finally:
+            second.close()
 
 
 # ------------------------------------------------ the same rollouts give the same run in every mode

@@ -25,7 +25,7 @@ import torch
 from peft import PeftModel
 
 from trl_atropos.distributed import on_main, together
-from trl_atropos.errors import AttachError
+from trl_atropos.errors import AttachError, OtherWeightsError
 from trl_atropos.modes import RESTART, SERVER
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
@@ -123,14 +123,25 @@ class FullWeights(Transfer):
         return [fingerprinted_weights(self._trainer, self.servers)]
 
     def _open_views(self, specs: list[ParameterSpec]) -> None:
-        """Opens the parameters that the servers keep unchanged, as views of their memory."""
+        """Opens the parameters that the servers keep unchanged, as views of their memory. Only
+        equal values prove where a parameter is. So a server that an earlier run has trained gets
+        all of them through its loader."""
         if any(info.refusals for info in self.servers.infos):
             return
         opened = []
         num_bytes = 0
         for client in self.servers.clients:
             attachment = client.attach(specs)
-            views, _ = open_views(self._parameters(), attachment)
+            try:
+                views, _ = open_views(self._parameters(), attachment)
+            except OtherWeightsError:
+                logger.info(
+                    "The server at %s has other weights than the trainer: they are replaced, and "
+                    "each publish goes through the server's loader. A server that was just started "
+                    "on the trainer's model spares that.",
+                    client.url,
+                )
+                return
             opened.append(views)
             num_bytes += sum(view.nbytes for view in views.values())
         self.views = opened

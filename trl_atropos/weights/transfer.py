@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl_atropos.errors import AttachError, ServerError
+from trl_atropos.errors import AttachError, OtherWeightsError, ServerError
 from trl_atropos.modes import Mode
 from trl_atropos.protocol import Attachment, ParameterSpec, machine_id
 from trl_atropos.server_client import ServerClient, Servers
@@ -115,7 +115,7 @@ def open_views(
         parameter has no view. A few parameters differ because vLLM transforms them after loading.
 
     Raises:
-        AttachError: Most parameters differ, so that the server has other weights.
+        OtherWeightsError: Most parameters differ.
     """
     storages = [open_storage(handle) for handle in attachment.storages]
     views = {}
@@ -131,7 +131,7 @@ def open_views(
         else:
             differing.append(name)
     if len(differing) > len(views):
-        raise AttachError(
+        raise OtherWeightsError(
             f"The server's weights differ from the trainer's model at {differing[0]!r}. The server "
             "serves another model, or an earlier run has trained it: start it again on the model "
             "that the trainer loads."
