@@ -46,5 +46,7 @@ def key_of(case: Case, exact: bool) -> tuple:
         training.gradient_checkpointing,
         str(training.gradient_checkpointing_kwargs),
         training.distillation_coef > 0,
+        training.compile_layers,
+        case.plan.sharding,
         exact,
     )

@@ -10,8 +10,9 @@ does not see what operators allocate within themselves.
 import math
 import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from trl_atropos.batches.packed_attention import worth_compiling
 from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
+from trl_atropos.check.compiled import LayerCalls
 from trl_atropos.check.launch import Case
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.masters import round_adapter
@@ -190,21 +193,44 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
         for parameter in model.parameters():
             if parameter.requires_grad:
                 _expect_gradient(parameter, live, exact_gradients, accumulates)
+        calls = LayerCalls(plain)
         with ExitStack() as contexts:
             contexts.enter_context(live)
-            if case.autocast is not None:
-                contexts.enter_context(torch.autocast("cpu", case.autocast))
+            contexts.enter_context(_autocast(case))
             if case.plain_attention:
                 contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
             _loss(plain, case).backward()
+        calls.close()
+        spared = _spared(calls, plain, case)
     offloaded = _offloaded(plain, case)
     away = sum(offloaded[1:])  # what one layer keeps is on the device while its backward runs
-    activations = live.peak[ACTIVATIONS] - away
+    activations = live.peak[ACTIVATIONS] - away - spared
     return {
         ACTIVATIONS: max(0, activations),
         GRADIENTS: live.peak[GRADIENTS],
         OFFLOADED: sum(offloaded),
     }
+
+
+def _autocast(case: Case) -> AbstractContextManager:
+    if case.autocast is None:
+        return nullcontext()
+    return torch.autocast("cpu", case.autocast)
+
+
+def _spared(calls: LayerCalls, policy: Any, case: Case) -> int:
+    """Returns the bytes by which activations at the peak are fewer if layers are compiled."""
+    compiles = case.training.compile_layers
+    if compiles is None:
+        is_sharded = case.plan.sharding != "none"
+        compiles = not is_sharded and worth_compiling(policy, torch.device(case.plan.device))
+    if not compiles or case.plain_attention:
+        return 0
+    spared = calls.spared_bytes(partial(_autocast, case))
+    if case.training.gradient_checkpointing:  # a group of layers keeps something at a time
+        every = checkpointing_options(case.training).get("every_n_layers", 1)
+        spared = sorted(spared)[-every:]
+    return sum(spared)
 
 
 def _expect_gradient(
