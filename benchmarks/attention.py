@@ -21,6 +21,7 @@ Measure kernels that attend to a row of one rollout, forward and backward, each 
               cudnn_alone: torch's SDPA by cuDNN, called directly; flex: FlexAttention, compiled
   forward     milliseconds, the median of the rounds
   backward    the same
+  first       milliseconds of both in the first round, in which a kernel is compiled or planned for the length
   tflops      of both: 12 * heads * head_dim operations for each pair of a query and a key that it sees
   of_best     that, as a share of the fastest kernel's on that length
   error       largest difference of results and gradients from those of torch's kernel
@@ -30,13 +31,14 @@ COLUMNS = {
     "kernel": "{}",
     "forward_ms": "{:.2f}",
     "backward_ms": "{:.2f}",
+    "first_ms": "{:,.0f}",
     "tflops_per_s": "{:.3f}",
     "of_best": "{:.2f}",
     "error": "{:.1e}",
     "why_not": "{}",
 }
 KERNELS = ("torch", "FA3", "FA4", "cudnn", "cudnn_alone", "flex")
-WARM_UP = 2  # rounds that do not count: kernels are compiled when they are first used
+WARM_UP = 2  # rounds that do not count in the medians
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -152,6 +154,7 @@ def measure(options: argparse.Namespace, tokens: int, device: Any) -> list[dict]
         measured[-1] |= {
             "forward_ms": forward * 1e3,
             "backward_ms": backward * 1e3,
+            "first_ms": sum(durations[name][0]) * 1e3,
             "tflops_per_s": flops / (forward + backward) / 1e12,
             "error": _difference(results[name], results.get("torch")),
         }
