@@ -243,7 +243,7 @@ def test_long_rollouts_are_computed_in_turn(tiny_model, tmp_path, dispatched, mo
     assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
 
 
-def test_windows_are_refused_with_cudnn(dispatched):
+def test_windows_are_refused_with_cudnn(install):
     with pytest.raises(RecipeError, match="it knows no windows, which some layers have"):
         attention_kernels.use("cudnn", lambda: SHAPES, CPU, torch.float32)
 
