@@ -188,16 +188,29 @@ def _measure(options: argparse.Namespace) -> dict:
 
 
 def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[dict]:
-    """Asks everybody in each round, in a random order. The first round does not count."""
+    """Asks everybody in each round, in a random order. The first round does not count. After each
+    of the others, the medians so far are printed: a run may be cut off."""
     questions = _rows()
     measured: dict[str, list[dict]] = {question.name: [] for question in questions}
     rng = random.Random(0)
+    rows = []
     for number in range(options.rounds + 1):
         for question in _in_random_order(questions, rng):
             figures = targets[question.target].measure(question, clients, options.tokens)
             if number:
                 measured[question.name].append(figures)
-        sys.stderr.write(f"{clients} clients: round {number} of {options.rounds}\n")
+        lines = [f"{clients} clients: round {number} of {options.rounds}"]
+        if number:
+            rows = _medians(questions, measured, clients)
+            lines += aligned(rows, COLUMNS)
+        sys.stderr.write("\n".join(lines) + "\n")
+    return rows
+
+
+def _medians(
+    questions: list[Question], measured: dict[str, list[dict]], clients: int
+) -> list[dict]:
+    """Returns a row for each question: the medians of its rounds, and its ratios to others."""
     rows = []
     for question in questions:
         rounds = measured[question.name]
