@@ -13,7 +13,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,11 +25,10 @@ import yaml
 
 from benchmarks.models import dtype, make_model
 from benchmarks.options import aligned
+from benchmarks.processes import ROOT, launched, run_to_end, run_variables
 from trl_atropos import __version__
-from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/gsm8k/colocate.yaml"
 ENVIRONMENT = ROOT / "recipes/quickstart/environment.py"
 ONE_AHEAD = {"max_batches_offpolicy": 1}
@@ -120,35 +118,20 @@ def _measure(
         command = [sys.executable, "-m", "benchmarks.against_trl", str(folder)]
     else:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder, settings, side, cuda)))
-        place = ROOT / "configs/accelerate" / ("single_gpu.yaml" if cuda else "cpu.yaml")
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-        command += ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"]] if cuda else []
-        command += [
-            "--config_file",
-            str(place),
-            "-m",
-            "trl_atropos.train",
-            "--config",
-            str(folder / "recipe.yaml"),
-        ]
-    log = folder / "log.txt"
-    peak = Peak()
+        words = ["-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
+        if cuda:
+            words = ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"], *words]
+        command = launched("single_gpu.yaml" if cuda else "cpu.yaml", *words)
     began = time.monotonic()
-    with log.open("w") as file, peak:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=folder, env=os.environ | run_variables()
+    with Peak() as peak:
+        run_to_end(
+            f"trl-atropos bench loop: {side}",
+            command,
+            folder / "log.txt",
+            options.timeout,
+            run_variables(),
+            folder,
         )
-        try:
-            code = process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            sys.exit(
-                f"trl-atropos bench loop: {side} took longer than {options.timeout} s\n{tail(log)}"
-            )
-        finally:
-            process.terminate()  # which a launcher passes on to what it has started
-            process.wait()
-    if code:
-        sys.exit(f"trl-atropos bench loop: {side} ended with exit code {code}\n{_last_words(log)}")
     steps = read_logs(folder / "run" / "run_log.jsonl" if side != "trl" else folder / "logs.jsonl")[
         WARM_UP:
     ]
@@ -158,17 +141,6 @@ def _measure(
         "memory_gb": peak.gigabytes,
         "wall_s": time.monotonic() - began,
     }
-
-
-def _last_words(log: Path) -> str:
-    """The error of the run, which the last lines of a server may follow."""
-    error = log.read_text(errors="replace").rpartition("trl_atropos: error:")
-    return "".join(error[1:]) if error[1] else tail(log)
-
-
-def run_variables() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 class Peak:

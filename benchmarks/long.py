@@ -7,21 +7,18 @@ step and compare what both compute.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl import ROOT, run_variables
 from benchmarks.models import config_fields, dtype, make_model
 from benchmarks.options import aligned, give_result, new_parser, positive, positives, visible_gpus
+from benchmarks.processes import launched, run_to_end, run_variables
 from trl_atropos import __version__
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import free_port
-from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
@@ -193,30 +190,21 @@ def _train(
     folder: Path, processes: int, cuda: bool, variables: dict[str, str], timeout: int
 ) -> None:
     """Runs the trainers to their end."""
-    config = "sp2.yaml"
-    if processes == 1:
-        config = "single_gpu.yaml" if cuda else "cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-    command += ["--config_file", str(ROOT / "configs/accelerate" / config)]
+    words = ["-m", "benchmarks.long_trainer", str(folder)]
+    config = "single_gpu.yaml" if cuda else "cpu.yaml"
     if processes > 1:
-        command += ["--num_processes", str(processes)]
-        command += ["--parallelism_config_sp_size", str(processes)]
-        command += ["--main_process_port", str(free_port())]
-    command += ["-m", "benchmarks.long_trainer", str(folder)]
-    log = folder / "trainers.log"
-    with log.open("w") as file:
-        launcher = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=folder, env=os.environ | variables
-        )
-        try:
-            code = launcher.wait(timeout)
-        except subprocess.TimeoutExpired:
-            sys.exit(f"trl-atropos bench long: took longer than {timeout} s\n{tail(log)}")
-        finally:
-            launcher.terminate()  # which a launcher passes on to what it has started
-            launcher.wait()
-    if code:
-        sys.exit(f"trl-atropos bench long: the trainers ended with exit code {code}\n{tail(log)}")
+        config = "sp2.yaml"
+        number = str(processes)
+        words = ["--num_processes", number, "--parallelism_config_sp_size", number, *words]
+        words = ["--main_process_port", str(free_port()), *words]
+    run_to_end(
+        "trl-atropos bench long: the trainers",
+        launched(config, *words),
+        folder / "trainers.log",
+        timeout,
+        variables,
+        folder,
+    )
 
 
 def table(result: dict) -> str:

@@ -9,7 +9,6 @@ no inference server: a file stands in for it (`loop_sampler.py`).
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -18,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.models import config_fields, dtype, make_model
 from benchmarks.options import aligned, give_result, new_parser, positive
+from benchmarks.processes import run_to_end
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import Services, free_port
-from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
@@ -234,28 +233,25 @@ def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | Non
         services.start("atropos", api, health_url=f"{url}/")
         services.wait_healthy("atropos", START_TIMEOUT)
         services.start("environment", _command("environment", folder, url), env=ONE_THREAD)
-        log = folder / "logs" / "trainer.log"
-        with log.open("w") as file:
-            trainer = subprocess.Popen(
-                _command("trainer", folder, url),
-                stdout=file,
-                stderr=file,
-                env=os.environ | ONE_THREAD,
-            )
-            try:
-                code = trainer.wait(TIMEOUT)
-            finally:
-                trainer.kill()
-                trainer.wait()
         try:
-            services.check()
-        except ServiceError as error:
-            sys.exit(f"trl-atropos bench loop: {error}")
-        if code:
-            sys.exit(
-                f"trl-atropos bench loop: the trainer ended with exit code {code}\n{tail(log)}"
+            run_to_end(
+                "trl-atropos bench loop: the trainer",
+                _command("trainer", folder, url),
+                folder / "logs" / "trainer.log",
+                TIMEOUT,
+                ONE_THREAD,
             )
+        except SystemExit:
+            _require_alive(services)  # a service that died is the reason
+            raise
     return json.loads((folder / "result.json").read_text())
+
+
+def _require_alive(services: Services) -> None:
+    try:
+        services.check()
+    except ServiceError as error:
+        sys.exit(f"trl-atropos bench loop: {error}")
 
 
 def _command(role: str, folder: Path, url: str) -> list[str]:

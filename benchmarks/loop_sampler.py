@@ -12,6 +12,7 @@ import numpy as np
 
 from trl_atropos.metrics.timing import PUBLISH
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.publisher import PolicyPublisher
 
 BASE = 256  # of the digits in which a group's number begins its prompt: token ids of any model
@@ -63,10 +64,11 @@ def digits_of(group: int) -> list[int]:
     return [group // BASE**power % BASE for power in reversed(range(DIGITS))]
 
 
-class Versions:
-    """Tells the source which version each row's group began with."""
+class Versions(VersionBook):
+    """Tells the source which version each row's group began with. There are no servers to ask."""
 
     def __init__(self, sampler: Sampler):
+        super().__init__()
         self._sampler = sampler
 
     def tag(self, rows: list[Rollout]) -> None:
@@ -75,9 +77,6 @@ class Versions:
             for digit in row.prompt_ids[:DIGITS].tolist():
                 group = group * BASE + digit
             row.policy_version = row.newest_version = self._sampler.version_of(group)
-
-    def hold_requests(self, held: bool) -> None:
-        """Nothing to do: the environment itself waits for the version."""
 
 
 class SamplerPublisher(PolicyPublisher):

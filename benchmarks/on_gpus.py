@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.against_trl import ROOT, run_variables
 from benchmarks.options import visible_gpus
+from benchmarks.processes import ROOT, run_variables
 from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.signals import install_handlers
 

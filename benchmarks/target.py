@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl import ROOT, run_variables
 from benchmarks.options import Parser, aligned, positive, writable
+from benchmarks.processes import ROOT, run_variables
 from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 

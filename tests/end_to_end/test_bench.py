@@ -316,10 +316,19 @@ def test_staleness_is_1_by_default_and_0_if_strict(looped):
         assert row["strict_staleness_max"] == 0
 
 
-@pytest.mark.full  # `make bench` measures it
-def test_loop_file_has_output_and_model_is_gone(looped):
-    result, output, folder = looped
+@pytest.mark.slow(60)
+def test_loop_file_has_output_and_model_is_gone(tmp_path_factory):
+    """A run that is too short to measure anything."""
+    folder = tmp_path_factory.mktemp("loop")
+    output = tmp_path_factory.mktemp("output") / "result.json"
+    size = ["--latencies", "0", "--sequences", "8", "--tokens", "8", "--steps", "1"]
+    size += ["--device_seconds", "0.1"]
+    done = bench("loop", *size, "--json", "--output", str(output), folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout)
     assert json.loads(output.read_text()) == result
+    (row,) = result["rows"]
+    assert row["staleness_max"] <= 1 and row["strict_staleness_max"] == 0
     assert not list(folder.glob("trl_atropos_bench_*"))
 
 

@@ -20,7 +20,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.against_trl import WARM_UP, Peak, read_logs, run_variables, summary
+from benchmarks.against_trl import WARM_UP, Peak, read_logs, summary
+from benchmarks.processes import run_variables
 from recipes.quickstart.make_model import byte_tokenizer
 from tests.end_to_end.miniature import commands, server_urls
 from tests.launching import ROOT, free_urls, users_environment

@@ -1,0 +1,64 @@
+"""Starts the processes that a benchmark measures, and waits for their end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trl_atropos.services.service_log import tail
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_variables() -> dict[str, str]:
+    """Returns the variables of a process that imports this checkout, and asks the network for
+    nothing."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def launched(config: str, *words: str) -> list[str]:
+    """Returns a command by which `accelerate launch` runs `words`, with a file of
+    `configs/accelerate`."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+    return [*command, "--config_file", str(ROOT / "configs/accelerate" / config), *words]
+
+
+def run_to_end(
+    who: str,
+    command: Sequence[str],
+    log: Path,
+    timeout: float,
+    variables: Mapping[str, str],
+    folder: Path | None = None,
+) -> None:
+    """
+    Runs a command, and ends this process with the last lines of its log if it fails.
+
+    Args:
+        who: benchmark and process, as the message names them.
+        log: file for what the command prints.
+        timeout: seconds after which it has failed.
+        variables: that it gets besides those of this process.
+        folder: that it runs in.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=folder, env=os.environ | variables
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{who} took longer than {timeout:g} s\n{tail(log)}")
+        finally:
+            process.terminate()  # which a launcher passes on to what it has started
+            process.wait()
+    if code:
+        sys.exit(f"{who} ended with exit code {code}\n{_last_words(log)}")
+
+
+def _last_words(log: Path) -> str:
+    """Returns the error of a run, which the last lines of a server may follow."""
+    _, mark, error = log.read_text(errors="replace").rpartition("trl_atropos: error:")
+    return mark + error if mark else tail(log)
