@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
@@ -135,6 +134,9 @@ def _kept_by_operators(call: LayerCall, autocast: Autocast) -> int:
 
 
 def _kept_by_graph(call: LayerCall, autocast: Autocast) -> int:
+    # takes a second, for which checks of runs on the CPU need not wait
+    from functorch.compile import aot_function, min_cut_rematerialization_partition
+
     kept_bytes = 0
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Callable:
