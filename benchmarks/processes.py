@@ -15,7 +15,12 @@ def run_variables() -> dict[str, str]:
     """Returns the variables of a process that imports this checkout, and asks the network for
     nothing."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    return {
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",  # a log has all that was printed by a process that is ended
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
 
 
 def launched(config: str, *words: str) -> list[str]:

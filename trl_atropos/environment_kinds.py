@@ -135,7 +135,7 @@ class EpisodeEntry(BaseModel):
     def variables(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables of foreign code, which is run by a process that has `variables`. If
         the entry names a `python`, programs of its folder come first."""
-        chosen = {}
+        chosen = {"PYTHONUNBUFFERED": "1"}  # what it prints is not lost if it is ended
         for name in INHERITED:
             if name in variables:
                 chosen[name] = variables[name]

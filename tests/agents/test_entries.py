@@ -114,6 +114,7 @@ def test_variables_are_those_that_are_listed(folder):
     agent = spec_of(folder, env={"MODE": "fast", "NUMBER": 1, "KEY": "inherit"}).agent
     run = {"PATH": "/bin", "HOME": "/root", "HF_TOKEN": "secret", "KEY": "mine", "MODE": "slow"}
     assert agent.variables(run) == {
+        "PYTHONUNBUFFERED": "1",
         "PATH": "/bin",
         "HOME": "/root",
         "MODE": "fast",

@@ -313,6 +313,15 @@ def test_service_gets_own_but_no_launcher_variables(services, monkeypatch):
     assert log == "{'RANK': None, 'GROUP_SIZE': '8', 'MINE': '1'}\nFalse"
 
 
+def test_what_service_prints_is_in_its_log_at_once(services, monkeypatch):
+    """As an author looks for a `print` in the environment's log."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    services.start(
+        "environment", [sys.executable, "-c", "import time; print('up'); time.sleep(60)"]
+    )
+    assert running(services, "environment")
+
+
 def test_atropos_api_becomes_healthy_and_stops(services, free_url):
     port = port_of(free_url)
     command = [

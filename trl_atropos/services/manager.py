@@ -148,6 +148,8 @@ class Services(contextlib.AbstractContextManager):
         options = ["--parent", str(os.getpid()), "--grace", str(GRACE), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
         variables = _variables_without_launcher()
+        # what a program prints is in its log at once, also if it is killed
+        variables.setdefault("PYTHONUNBUFFERED", "1")
         variables[FOLDER_VARIABLE] = str(self.stacks_dir)
         metrics = metrics_file(log_path.absolute())
         metrics.unlink(missing_ok=True)  # of an earlier run, whose log has them
