@@ -454,10 +454,7 @@ def _tokens_second(states: Tensor) -> Tensor:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each decoder layer when it is first used: its norms, rotary embedding and
     activations become a few kernels."""
-    layers = []
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            layers.append(module)
+    layers = decoder_layers(model)
     for layer in layers:
         layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)
     if not layers:
@@ -472,6 +469,20 @@ def _require_gradients(embedding: torch.nn.Module, inputs: tuple, embedded: Tens
     if torch.is_grad_enabled():
         embedded.requires_grad_()
     return embedded
+
+
+def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def are_compiled(
+    setting: bool | None, model: PreTrainedModel, device: torch.device, is_sharded: bool
+) -> bool:
+    """Returns whether a run compiles its layers: what `compile_layers` says, or if it is `None`,
+    whether that pays."""
+    if setting is not None:
+        return setting
+    return not is_sharded and worth_compiling(model, device)
 
 
 def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:

@@ -2,8 +2,8 @@
 
 Torch's operators keep what each of them needs. A compiled layer keeps less: its norms, rotary
 embeddings and activations are computed again in the backward pass. torch decides that on a graph of
-both passes (`min_cut_rematerialization_partition`), and so does `spared_bytes`, which compiles
-nothing.
+both passes (`min_cut_rematerialization_partition`), and so does `LayerCalls.spared_bytes`, which
+compiles nothing.
 """
 
 import logging
@@ -15,7 +15,8 @@ import torch
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_atropos.batches.packed_attention import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,9 @@ class LayerCalls:
     def __init__(self, model: torch.nn.Module):
         self._calls: dict[torch.nn.Module, LayerCall] = {}
         self._handles: list[RemovableHandle] = []
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                handle = layer.register_forward_pre_hook(self._note, with_kwargs=True)
-                self._handles.append(handle)
+        for layer in decoder_layers(model):
+            handle = layer.register_forward_pre_hook(self._note, with_kwargs=True)
+            self._handles.append(handle)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -109,7 +109,7 @@ def _spared_bytes(call: LayerCall, autocast: Autocast) -> int:
     checkpointed = call.layer.gradient_checkpointing
     call.layer.gradient_checkpointing = False
     try:
-        by_operators = _kept_by_operators(call, autocast)
+        by_operators = _kept_for_backward(call, autocast)
         by_graph = _kept_by_graph(call, autocast)
     except Exception as error:  # noqa: BLE001 - whatever a layer raises
         logger.debug("%s cannot be traced: %s", type(call.layer).__name__, error)
@@ -119,7 +119,8 @@ def _spared_bytes(call: LayerCall, autocast: Autocast) -> int:
     return max(0, by_operators - by_graph)
 
 
-def _kept_by_operators(call: LayerCall, autocast: Autocast) -> int:
+def _kept_for_backward(call: LayerCall, autocast: Autocast) -> int:
+    """Returns the bytes that autograd keeps of a forward pass."""
     parameters = dict(call.layer.named_parameters())
     tensors = call.tensors()
     kept: list[torch.Tensor] = []

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trl_atropos.batches.packed_attention import worth_compiling
+from trl_atropos.batches.packed_attention import are_compiled
 from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
 from trl_atropos.check.compiled import LayerCalls
 from trl_atropos.check.launch import Case
@@ -220,10 +220,12 @@ def _autocast(case: Case) -> AbstractContextManager:
 
 def _spared(calls: LayerCalls, policy: Any, case: Case) -> int:
     """Returns the bytes by which activations at the peak are fewer if layers are compiled."""
-    compiles = case.training.compile_layers
-    if compiles is None:
-        is_sharded = case.plan.sharding != "none"
-        compiles = not is_sharded and worth_compiling(policy, torch.device(case.plan.device))
+    compiles = are_compiled(
+        case.training.compile_layers,
+        policy,
+        torch.device(case.plan.device),
+        is_sharded=case.plan.sharding != "none",
+    )
     if not compiles or case.plain_attention:
         return 0
     spared = calls.spared_bytes(partial(_autocast, case))

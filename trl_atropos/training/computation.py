@@ -128,13 +128,13 @@ class Computation:
         if self.packs is None:
             for model in models:
                 packed_attention.use_own_attention(model)
-        compiles = trainer.args.compile_layers
-        if compiles is None:
-            policy = base_model(trainer.model)
-            device = trainer.accelerator.device
-            compiles = not trainer.is_sharded and packed_attention.worth_compiling(policy, device)
-        self.compiles = compiles
-        if compiles:
+        self.compiles = packed_attention.are_compiled(
+            trainer.args.compile_layers,
+            base_model(trainer.model),
+            trainer.accelerator.device,
+            trainer.is_sharded,
+        )
+        if self.compiles:
             for model in models:
                 packed_attention.compile_layers(model)
 
