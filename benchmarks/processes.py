@@ -9,6 +9,7 @@ from pathlib import Path
 from trl_atropos.services.service_log import tail
 
 ROOT = Path(__file__).resolve().parents[1]
+ENDS_WITHIN = 60.0  # seconds after SIGTERM
 
 
 def run_variables() -> dict[str, str]:
@@ -57,10 +58,18 @@ def run_to_end(
         except subprocess.TimeoutExpired:
             sys.exit(f"{who} took longer than {timeout:g} s\n{tail(log)}")
         finally:
-            process.terminate()  # which a launcher passes on to what it has started
-            process.wait()
+            _end(process)
     if code:
         sys.exit(f"{who} ended with exit code {code}\n{_last_words(log)}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.terminate()  # which a launcher passes on to what it has started
+    try:
+        process.wait(ENDS_WITHIN)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _last_words(log: Path) -> str:

@@ -202,7 +202,7 @@ def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[di
         lines = [f"{clients} clients: round {number} of {options.rounds}"]
         if number:
             rows = _medians(questions, measured, clients)
-            lines += aligned(rows, COLUMNS)
+            lines.append(_table({"rows": rows}))
         sys.stderr.write("\n".join(lines) + "\n")
     return rows
 
