@@ -371,6 +371,49 @@ print(waits)
 """
 
 
+RUNNING = """
+import asyncio, run, sys, types
+from atroposlib.envs.base import BaseEnv
+
+class Env(BaseEnv):
+    evaluate = get_next_item = None
+    config = types.SimpleNamespace(group_size=8, max_batches_offpolicy=2, min_batch_allocation=None)
+    eval_runner, derived_batch_size, max_num_workers, curr_step = None, 16, 256, 1
+
+    def __init__(self):
+        self.workers, self.running_items, self.backlog, self.workers_added_list = set(), {}, [], []
+
+    async def get_next_item(self):
+        return "problem"
+
+    async def handle_env(self, uuid):
+        await asyncio.sleep(3600)
+
+async def main():
+    env = Env()
+    for queued in (0, 2, 1):  # groups of the same four, as the API counts them
+        env.status_dict = {"queue_size": queued, "self_queue_size": queued}
+        await env.add_train_workers()
+        await asyncio.sleep(0)
+        print(len(env.workers), len(env.running_items), len(env.backlog), end="; ")
+
+if "path" in sys.argv:
+    run.keep_running_groups(BaseEnv)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "counts"), [("path", "4 4 0; 4 4 0; 4 4 0; "), ("command", "4 4 0; 2 2 2; 3 3 1; ")]
+)
+def test_runner_alone_keeps_groups_that_are_being_sampled(entry, counts):
+    """Atropos ends two of four if the API has counted two that also count as being sampled."""
+    command = [sys.executable, "-c", RUNNING, entry]
+    env = variables(**WITHOUT_TORCH)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == counts
+
+
 SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
 
 

@@ -14,6 +14,8 @@
 - Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that
   is no setting of the environment's class ends the process, with the name that was probably meant.
 - Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
+- Atropos ends groups that are being sampled if it counts too many. Here they go on: see
+  `keep_running_groups`.
 - What a method returns is checked (`environment_contract.py`), and the log's last line says why the
   process ends (`environment_words.py`), also if the script only came to its end.
 
@@ -96,6 +98,33 @@ def shorten_sleeps(base):
         await types.FunctionType(loop.__code__, names)(self)
 
     base.env_manager = env_manager
+
+
+class _KeptItems(dict):
+    """The `running_items` of an environment. Atropos asks for their `keys()` in one place only: to
+    end the first of them."""
+
+    def keys(self):
+        return ()
+
+
+def keep_running_groups(base):
+    """Makes `base`, Atropos' `BaseEnv`, begin no more groups than before, but end none.
+
+    Atropos counts the groups in the API's queue and those that are being sampled. If there are more
+    than `max_batches_offpolicy` batches, it ends the oldest that are being sampled, and samples
+    their problems anew. But a group is counted twice from when it reaches the API until the reply
+    has come. So each group that ends may cost another one, whose rollouts are nearly complete.
+    """
+    add = base.add_train_workers
+
+    @functools.wraps(add)
+    async def add_train_workers(self):
+        if not isinstance(self.running_items, _KeptItems):
+            self.running_items = _KeptItems(self.running_items)
+        await add(self)
+
+    base.add_train_workers = add_train_workers
 
 
 class _Recorder:
@@ -271,6 +300,7 @@ def main():
     begin()
     base = import_base()
     shorten_sleeps(base)
+    keep_running_groups(base)
     carry_fields(base)
     send_plain_rewards(base)
     record_metrics(base)
