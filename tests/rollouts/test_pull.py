@@ -414,6 +414,28 @@ def test_runner_alone_keeps_groups_that_are_being_sampled(entry, counts):
     assert done.stdout == counts
 
 
+SENT = """
+import run, sys
+from atroposlib.envs.base import BaseEnv
+
+class Session:
+    def post(self, url, data, headers):
+        print(headers.get("Content-Encoding"))
+
+if "path" in sys.argv:
+    run.send_uncompressed(BaseEnv)
+BaseEnv._post_json_with_compression(None, Session(), "http://api", {"tokens": [1] * 10000})
+"""
+
+
+@pytest.mark.parametrize(("entry", "encoding"), [("path", "None"), ("command", "gzip")])
+def test_runner_alone_sends_groups_as_they_are(entry, encoding):
+    command = [sys.executable, "-c", SENT, entry]
+    env = variables(**WITHOUT_TORCH)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"{encoding}\n"
+
+
 SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
 
 

@@ -28,6 +28,7 @@ UNREGISTERED = -1
 RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
+BATCH = "/batch"
 NAMES = "/environment-names"
 REMOVE_STRAYS = "/remove-strays"
 # Answers of proxies, by their status.
@@ -194,7 +195,7 @@ class AtroposClient:
     def batch(self) -> BatchReply:
         """Returns the next batch. The API forgets a batch before it answers, so each is delivered
         at most once."""
-        _, body = self._request("GET", "/batch", timeout=self.batch_timeout)
+        _, body = self._request("GET", BATCH, timeout=self.batch_timeout)
         try:
             return decode_reply(body)
         except ValueError as error:
@@ -421,9 +422,11 @@ def _remove_strays(state: Any) -> list[int]:
 
 def main() -> None:
     """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of
-    environments, the other removes groups that keep the API from assembling batches."""
+    environments, the other removes groups that keep the API from assembling batches. A batch is
+    encoded at once, with `null` for a NaN, for which Atropos would lose the batch."""
     from atroposlib.api import app
     from atroposlib.cli import run_api
+    from fastapi import Response
 
     # Both are coroutines, so they run in the event loop, where no group is added at the same time.
     async def names() -> list[str]:
@@ -433,6 +436,16 @@ def main() -> None:
     async def remove_strays() -> list[int]:
         return _remove_strays(app.state)
 
+    # FastAPI goes through an answer number by number before it encodes it: 5 microseconds a token,
+    # in which the API answers nobody else.
+    [route] = [route for route in app.routes if route.path == BATCH]
+    app.routes.remove(route)
+
+    async def batch() -> Response:
+        answer = msgspec.json.encode(await route.endpoint())
+        return Response(answer, media_type="application/json")
+
+    app.get(BATCH)(batch)
     app.get(NAMES)(names)
     app.post(REMOVE_STRAYS)(remove_strays)
     run_api.main()
