@@ -63,8 +63,7 @@ OF_64K += " --longest 65536 --median 65520"
 OF_32K = f"{LONG_STEP} --params 1.7B --rows 4 --micro_batch 1 --group_size 2"
 OF_32K += " --longest 32768 --median 32752"
 # on 80 GB: the server's keys and values of 131,072 tokens take 20 GB, and its weights 8
-LONG_RUNS = "long --params 4B --tokens 65536 --processes 1,2 --gpu_memory_utilization 0.42"
-LONG_RUNS += " --attention_kernel cudnn"
+LONG_RUNS = "long --params 4B --tokens 65536 --gpu_memory_utilization 0.42"
 SHORT_STEP = "step --params 0.6B --prompt 128 --median 512 --max_tokens 16384 --shapes spread"
 SHORT_STEP += " --trainers tokens,packed_loop --rounds 3"
 LOOP = "loop --against trl --sequences 128 --group_size 8 --tokens 1024 --micro_batch 16 --steps 6"
@@ -73,14 +72,13 @@ EPISODES += " --visible 500 --stripped 500 --max_tokens 32768"
 
 JOBS = (
     _bench("target_model", TARGET + "target --only_model", 10),
-    _bench("long", LONG_RUNS, 20, gpus=2),
+    _bench("long", LONG_RUNS + " --processes 2", 15, gpus=2),
     _bench("loop_1.7B", LOOP + " --params 1.7B --sides ours,trl", 20),
     _bench("sampling_1.7B", "sampling --params 1.7B", 15),
     _bench("target_12", TARGET + "target_12 --seeds 1,2" + PRE_TRAINED, 20, needs="target_model"),
     _bench("target_34", TARGET + "target_34 --seeds 3,4" + PRE_TRAINED, 20, needs="target_model"),
     _bench("target_56", TARGET + "target_56 --seeds 5,6" + PRE_TRAINED, 20, needs="target_model"),
     _bench("step", SHORT_STEP, 8),
-    _tests("tests_divided", "tests/trainer/test_sequence_parallel_rounding.py", 8, gpus=2),
     _bench("loop_0.44B", LOOP + " --params 0.44B --sides ours,no_logprobs,trl", 20),
     _bench("sampling_0.44B", "sampling --params 0.44B", 15),
     _bench("attention", "attention --params 4B", 8),
@@ -91,6 +89,8 @@ JOBS = (
         needs="target_model",
     ),
     _tests("tests_memory", "tests/check/test_memory_gpu.py", 15),
+    _bench("long_cudnn", LONG_RUNS + " --processes 1,2 --attention_kernel cudnn", 20, gpus=2),
+    _tests("tests_divided", "tests/trainer/test_sequence_parallel_rounding.py", 8, gpus=2),
     _bench("step_64k_cudnn", OF_64K + " --selective --attention_kernel cudnn", 8),
     _bench("step_32k_cudnn", OF_32K + " --selective --attention_kernel cudnn", 8),
     _bench("step_64k", OF_64K, 8),
