@@ -63,18 +63,6 @@ def poll_until_registered(source: AtroposSource, api: Api) -> None:
     poll_until(source, lambda: api.get("/info")["batch_size"] == 4, "the source registers again")
 
 
-REGISTRATION = {
-    "wandb_group": "",
-    "wandb_project": "",
-    "batch_size": 4,
-    "max_token_len": 64,
-    "checkpoint_dir": "",
-    "save_checkpoint_interval": 0,
-    "starting_step": 0,
-    "num_steps": 9,
-}
-
-
 def deliver_nan_batch(api: Api) -> None:
     for _ in range(2):
         api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
@@ -239,23 +227,22 @@ def test_nan_batch_is_lost_and_counted(api, open_source):
 
 def test_nan_costs_its_group_alone_at_api_of_a_run(naming_api, open_source):
     source = open_source(naming_api.url)
-    good = make_group(5, 6)
     naming_api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
-    naming_api.deliver(good, *numbered_groups(1, 3))
+    naming_api.deliver(make_group(5, 6), *numbered_groups(1, 3))
     assert scores(source, 4) == [5, 6, 1, 2]
     metrics = source.metrics()
     assert metrics["rollouts/lost_batches"] == 0
     assert metrics["rollouts/rejected_groups"] == 1
 
 
-def test_api_of_a_run_gives_same_batch_as_atropos(api, naming_api):
+def test_api_of_a_run_gives_same_batch_as_atropos(api, naming_api, open_source, run_info):
     """Numbers of all sizes, texts and nothing, by Atropos' own route and by ours."""
     values = [0.1, -0.0, 1e-320, 1.7976931348623157e308, 3.0, -12.345678901234567]
     group = make_group(0, 1) | {"inference_logprobs": [values[:4], values[2:]], "messages": None}
     group["group_overrides"] = {"text": "\u00e9\u2028\U0001f600", "deep": [{"a": [None, True]}]}
     bodies = []
     for each in (api, naming_api):
-        each.post("/register", REGISTRATION)
+        open_source(each.url, run=run_info(output_dir=f"{run_info().output_dir}{len(bodies)}"))
         each.deliver(group, group)
         bodies.append(each.get("/batch"))
     assert bodies[0]["batch"] and repr(bodies[0]) == repr(bodies[1])

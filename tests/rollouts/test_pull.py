@@ -335,6 +335,15 @@ def test_retry_error_names_last_try_and_calling_line(tmp_path):
     assert done.stdout == f"ValueError: 400, Bad Request | {tmp_path}/mine.py:6 in collect\n"
 
 
+def printed(program: str, entry: str) -> str:
+    """What a program prints that changes Atropos' class only if `entry` is `path`."""
+    command = [sys.executable, "-c", program, entry]
+    env = variables(**WITHOUT_TORCH)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+
+
 LOOKS = """
 import asyncio, run, sys, types
 from atroposlib.envs.base import BaseEnv
@@ -371,12 +380,21 @@ print(waits)
 """
 
 
+SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
+
+
+@pytest.mark.parametrize(("entry", "waits"), [("path", SHORT_WAITS), ("command", [5] + 11 * [0.1])])
+def test_runner_alone_shortens_waits_of_main_loop(entry, waits):
+    """After it has sent a batch, an environment that has a `path` looks again soon."""
+    assert printed(LOOKS, entry) == f"{waits}\n"
+
+
 RUNNING = """
 import asyncio, run, sys, types
 from atroposlib.envs.base import BaseEnv
 
 class Env(BaseEnv):
-    evaluate = get_next_item = None
+    evaluate = None
     config = types.SimpleNamespace(group_size=8, max_batches_offpolicy=2, min_batch_allocation=None)
     eval_runner, derived_batch_size, max_num_workers, curr_step = None, 16, 256, 1
 
@@ -408,10 +426,7 @@ asyncio.run(main())
 )
 def test_runner_alone_keeps_groups_that_are_being_sampled(entry, counts):
     """Atropos ends two of four if the API has counted two that also count as being sampled."""
-    command = [sys.executable, "-c", RUNNING, entry]
-    env = variables(**WITHOUT_TORCH)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == counts
+    assert printed(RUNNING, entry) == counts
 
 
 SENT = """
@@ -430,19 +445,4 @@ BaseEnv._post_json_with_compression(None, Session(), "http://api", {"tokens": [1
 
 @pytest.mark.parametrize(("entry", "encoding"), [("path", "None"), ("command", "gzip")])
 def test_runner_alone_sends_groups_as_they_are(entry, encoding):
-    command = [sys.executable, "-c", SENT, entry]
-    env = variables(**WITHOUT_TORCH)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == f"{encoding}\n"
-
-
-SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
-
-
-@pytest.mark.parametrize(("entry", "waits"), [("path", SHORT_WAITS), ("command", [5] + 11 * [0.1])])
-def test_runner_alone_shortens_waits_of_main_loop(entry, waits):
-    """After it has sent a batch, an environment that has a `path` looks again soon."""
-    command = [sys.executable, "-c", LOOKS, entry]
-    env = variables(**WITHOUT_TORCH)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == f"{waits}\n"
+    assert printed(SENT, entry) == f"{encoding}\n"

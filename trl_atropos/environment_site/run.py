@@ -16,8 +16,7 @@
 - Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
 - Atropos ends groups that are being sampled if it counts too many. Here they go on: see
   `keep_running_groups`.
-- Atropos compresses what it sends, which takes longer than any network: see
-  `send_uncompressed`.
+- Atropos compresses what it sends, which takes longer than to send it: see `send_uncompressed`.
 - What a method returns is checked (`environment_contract.py`), and the log's last line says why the
   process ends (`environment_words.py`), also if the script only came to its end.
 

@@ -428,7 +428,7 @@ def main() -> None:
     from atroposlib.cli import run_api
     from fastapi import Response
 
-    # Both are coroutines, so they run in the event loop, where no group is added at the same time.
+    # All are coroutines, so they run in the event loop, where no group is added at the same time.
     async def names() -> list[str]:
         environments = getattr(app.state, "envs", ())
         return [environment["desired_name"] for environment in environments]
