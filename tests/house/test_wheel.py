@@ -36,7 +36,8 @@ DISTRIBUTED = (
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
 COLUMNS = 80
-STEPS = "100"  # of the recipe's 150: the reward is then 0.7 to 0.8
+STEPS = "100"  # of the recipe's 150: of 15 runs, the reward was then 0.46 to 0.85
+LEARNED = 0.25  # reward
 TASK = "a_rather_long_name"  # so that messages with its paths take several lines
 FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer does not have
 # The slow starts that `test_quickstart.py` and `test_as_users.py` make as users do.
@@ -210,9 +211,9 @@ def test_template_learns_its_task(newcomer):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == int(STEPS)
     assert summary["reward_first"] <= 0.1
-    assert summary["reward_last"] >= 0.5
+    assert summary["reward_last"] >= LEARNED
     scores = [result["avg@4"] for result in summary["evaluations"]]
-    assert len(scores) == 2 and scores[0] <= 0.1 and scores[1] >= 0.5
+    assert len(scores) == 2 and scores[0] <= 0.1 and scores[1] >= LEARNED
     assert (run / "model.safetensors").is_file()
     assert (run / "reward_curve.png").is_file()
     assert f"{STEPS} steps" in newcomer.screens["report"]
