@@ -21,7 +21,7 @@ TIMEOUT = 3600.0  # seconds for one benchmark
 COMMANDS = {
     "step": ["step"],
     "ingest": ["ingest"],
-    "sampling": ["sampling", "--clients", "32", "--tokens", "96", "--rounds", "3"],
+    "sampling": ["sampling", "--routes", "/generate", "--clients", "32", "--rounds", "5"],
     "loop": ["loop"],
     "weights": [
         "weights",

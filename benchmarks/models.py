@@ -73,6 +73,8 @@ TINY = {  # so small that a server's time is Python's
 }
 VOCABULARY = 258  # tokens: the bytes, and the two special ones
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>"]
+ZIPF = 1.5  # exponent of the frequencies of tokens
+UNSAID = -20.0  # logit of tokens that no text has, about
 
 
 def config_fields(size: str) -> dict:
@@ -126,7 +128,8 @@ def make_model(
     Saves a model of `size` for `positions` tokens, and a byte-level tokenizer, in `folder`. Returns
     its number of parameters.
 
-    With `words`, each token above the bytes is a word. Without them, these tokens have no text.
+    With `words`, each token above the bytes is a word, and the model samples as a language has them
+    (`speak`). Without them, these tokens have no text, and all tokens are about as frequent.
     """
     import torch  # here, so that a wrong size is refused at once
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
@@ -144,10 +147,46 @@ def make_model(
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    if words:
+        speak(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def speak(model, tokenizer) -> None:
+    """
+    Makes a model with random weights sample valid text, in which few tokens are frequent.
+
+    Text costs a server time, and how much depends on the tokens: the first of a kind has to be
+    decoded, and so has each part of a character, in its context. Random weights sample far more of
+    both than a trained model does. Here, words and then the characters of ASCII are as frequent as
+    the words of a language (Zipf's law): the tenth one comes about 10^-1.5 times as often as the
+    first. Other tokens hardly come.
+
+    All embeddings have about 1 in their first place, and so have the model's last states, because
+    its layers add little. So what an output embedding has there adds to the logits of its token.
+    """
+    import torch
+
+    outputs = model.get_output_embeddings().weight  # (vocabulary, hidden), mostly the inputs', too
+    vocabulary, hidden = outputs.shape
+    special = set(tokenizer.all_special_ids)
+    by_rank = []
+    for token in reversed(range(vocabulary)):  # words stand behind the characters
+        text = tokenizer.decode([token])
+        if token not in special and text.isascii() and text.isprintable():
+            by_rank.append(token)
+    ranks = torch.arange(1.0, len(by_rank) + 1)
+    logits = torch.full((vocabulary,), UNSAID)
+    logits[by_rank] = -ZIPF * ranks.log()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight *= 0.01
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        outputs[:, 0] = 1 + logits.to(outputs) / hidden**0.5
 
 
 def _byte_tokenizer(words: int):

@@ -38,6 +38,7 @@ order; a round counts as many answers as there are clients.
                 log-probabilities: what a session costs
 """
 FLOOR = "engine, no log-probabilities"
+ENGINE = "engine, log-probabilities"
 COLUMNS = {
     "clients": "{}",
     "row": "{}",
@@ -76,6 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_rounds(parser, 5)
     add(
+        "--routes",
+        type=_routes,
+        metavar="NAME,...",
+        help=f"of {', '.join(ROUTES)}: measure only these and the engine, with log-probabilities and "
+        "without",
+    )
+    add(
         "--equal",
         type=positive,
         metavar="TOKENS",
@@ -83,6 +91,14 @@ def build_parser() -> argparse.ArgumentParser:
         "own, bit for bit",
     )
     return parser
+
+
+def _routes(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in ROUTES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROUTES)}")
+    return names
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -123,13 +139,23 @@ STREAMS = {
 }
 
 
-def _rows() -> list[Question]:
-    """Returns what is asked of whom."""
+def _rows(routes: list[str] | None = None) -> list[Question]:
+    """Returns what is asked of whom: everything, or only what log-probabilities cost on some
+    routes."""
+    rows = _all_rows()
+    if routes is None:
+        return rows
+    names = {ENGINE, *routes}
+    compared = {row.without for row in rows if row.name in names}
+    return [row for row in rows if row.name in names | compared]
+
+
+def _all_rows() -> list[Question]:
     rows = [
         Question(FLOOR, "engine", {}),
         Question("engine, no log-probabilities, no text", "engine", {"detokenize": False}),
         Question("engine, log-probabilities, vLLM's", "vLLM's engine", LOGPROBS, without=FLOOR),
-        Question("engine, log-probabilities", "engine", LOGPROBS, without=FLOOR),
+        Question(ENGINE, "engine", LOGPROBS, without=FLOOR),
     ]
     for name, (route, fields) in ROUTES.items():
         without = f"{name}, no log-probabilities"
@@ -171,11 +197,13 @@ def _measure(options: argparse.Namespace) -> dict:
         if model is None:
             model = folder / "model"
             make_model(model, options.params, dtype(), words=True)
-        targets = start_targets(stack, folder, model, max(options.clients), options.tokens)
+        questions = _rows(options.routes)
+        names = {question.target for question in questions}
+        targets = start_targets(stack, folder, model, max(options.clients), options.tokens, names)
         vllm_version = targets["server"].info()["vllm_version"]
         rows = []
         for clients in options.clients:
-            rows += _rounds(targets, clients, options)
+            rows += _rounds(questions, targets, clients, options)
     return {
         "trl_atropos": __version__,
         **{package: version(package) for package in ("torch", "transformers")},
@@ -187,10 +215,11 @@ def _measure(options: argparse.Namespace) -> dict:
     }
 
 
-def _rounds(targets: dict, clients: int, options: argparse.Namespace) -> list[dict]:
+def _rounds(
+    questions: list[Question], targets: dict, clients: int, options: argparse.Namespace
+) -> list[dict]:
     """Asks everybody in each round, in a random order. The first round does not count. After each
     of the others, the medians so far are printed: a run may be cut off."""
-    questions = _rows()
     measured: dict[str, list[dict]] = {question.name: [] for question in questions}
     rng = random.Random(0)
     rows = []

@@ -61,10 +61,10 @@ class Question:
 
 
 def start_targets(
-    stack: ExitStack, folder: Path, model: Path, clients: int, tokens: int
+    stack: ExitStack, folder: Path, model: Path, clients: int, tokens: int, names: set[str]
 ) -> dict[str, "Target"]:
-    """Starts all processes side by side, and waits until they answer. Leaving `stack` ends
-    them."""
+    """Starts the processes of these names side by side, and waits until they answer. Leaving
+    `stack` ends them."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -77,12 +77,15 @@ def start_targets(
         variables = VARIABLES | {FAST_LOGPROBS_VARIABLE: fast, SERVER_VARIABLE: "1"}
         if not cuda:
             variables |= CPU_VARIABLES
-        engine = Engine(folder / f"{prefix}engine.log", model, flags, variables)
-        stack.callback(engine.close)
-        targets[f"{prefix}engine"] = engine
-        name = "server" if fast == "1" else "server-of-vllm"
-        targets[f"{prefix}server"] = Server(services, name, model, flags, variables)
-    targets["echo"] = Echo(services, tokens)
+        if f"{prefix}engine" in names:
+            engine = Engine(folder / f"{prefix}engine.log", model, flags, variables)
+            stack.callback(engine.close)
+            targets[f"{prefix}engine"] = engine
+        if f"{prefix}server" in names:
+            service = "server" if fast == "1" else "server-of-vllm"
+            targets[f"{prefix}server"] = Server(services, service, model, flags, variables)
+    if "echo" in names:
+        targets["echo"] = Echo(services, tokens)
     for target in targets.values():
         target.wait_ready()
     return targets

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import attention
+from benchmarks import attention, sampling
+from benchmarks.models import make_model
 from benchmarks.packed_loop import PackedLoop, Row
 from benchmarks.sampling_targets import Engine
 from benchmarks.step_trainers import make_rows
@@ -372,6 +374,34 @@ def test_packed_loop_trains_each_rollout_as_if_alone(tiny_model):
         not torch.equal(one, other)
         for one, other in zip(before, loop.model.parameters(), strict=True)
     )
+
+
+def test_rows_of_a_route_are_those_that_it_is_compared_with(capsys):
+    assert [row.name for row in sampling._rows(["chat"])] == [
+        "engine, no log-probabilities",
+        "engine, log-probabilities",
+        "chat, no log-probabilities",
+        "chat",
+    ]
+    with pytest.raises(SystemExit):
+        sampling.build_parser().parse_args(["--routes", "chat,/v1/chat"])
+    assert "'/v1/chat' is none of /generate, /v1/completions, chat" in capsys.readouterr().err
+
+
+def test_model_of_words_samples_valid_text(tmp_path):
+    """In which few tokens are frequent. Otherwise a benchmark measures how characters are put
+    together from their parts."""
+    make_model(tmp_path, "tiny", "float32", words=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    inputs = torch.tensor([[5, 7, 9, 11]])
+    with torch.no_grad():
+        probabilities = model(inputs).logits[0].softmax(dim=-1)  # of each next token
+    texts = [tokenizer.decode([token]) for token in range(model.config.vocab_size)]
+    is_text = torch.tensor([text.isascii() and text.isprintable() for text in texts])
+    assert probabilities[:, is_text].sum(dim=-1).min() > 0.999
+    likeliest = probabilities.topk(20).values.sum(dim=-1)
+    assert likeliest.min() > 0.6 and likeliest.max() < 0.99
 
 
 @pytest.mark.full  # it starts five servers
