@@ -65,51 +65,24 @@ def complete_card(
     """
     folder = Path(args.output_dir)
     card = ModelCard.load(folder / "README.md")
-    card.data.pipeline_tag = "text-generation"
-    if card.data.get("licence") == "license":  # TRL's template has this in place of one
-        card.data.pop("licence")
-    if adapters:
-        card.data.library_name = "peft"
-    hub_name = hub_base(base)
-    shown_base = f"`{portable(base)}`"
-    if hub_name is not None:
-        card.data.base_model = hub_name
-        shown_base = f"[{hub_name}](https://huggingface.co/{hub_name})"
-    elif not _is_valid(card.data.get("base_model", "")):  # a folder that is no longer there
-        card.data.pop("base_model")
+    shown_base = _complete_metadata(card, base, adapters)
     logs = [entry for entry in state.log_history if "reward" in entry]
     rewards = [entry["reward"] for entry in logs]
-    has_curve = len(rewards) > 1
-    if has_curve and draw:
+    if len(rewards) > 1 and draw:
         steps = [entry["step"] for entry in logs]
         draw_reward_curve(args.output_dir, rewards, steps)
 
-    parts = ["## Atropos run", _origin(args, state)]
-    if rewards:
-        parts.append(
-            f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}."
-        )
-    if has_curve and (folder / CURVE).exists():
-        parts.append(f"![Mean reward by optimizer step]({CURVE})")
-    rewards_in_parts = _first_and_last(state.log_history, REWARD)
-    if rewards_in_parts:
-        parts += ["Mean parts of the reward:", _bullets(rewards_in_parts)]
+    sections = ["## Atropos run", _origin(args, state)]
+    sections += _reward_sections(rewards, state, folder)
     if evaluations:
-        parts += ["### Evaluation", _bullets(evaluation_lines(evaluations))]
-    if commands:
-        parts.append("### Environments")
-    for name, command in commands.items():
-        one_line = portable(" ".join(command.split()))
-        parts.append(f"`{name}`:\n\n```bash\n{one_line}\n```")
-    logged_by_environments = _first_and_last(state.log_history, ENVIRONMENT)
-    if logged_by_environments:
-        parts += ["Metrics that the environments logged:", _bullets(logged_by_environments)]
-    parts += ["### Settings", _settings(args, base, adapters)]
+        sections += ["### Evaluation", _bullets(evaluation_lines(evaluations))]
+    sections += _environment_sections(commands, state)
+    sections += ["### Settings", _settings(args, base, adapters)]
     earlier = earlier_settings(folder)
     if earlier:
-        parts += ["The run was resumed. Before, it had other settings:", _bullets(earlier)]
+        sections += ["The run was resumed. Before, it had other settings:", _bullets(earlier)]
     lines = [f"{name}: {version}" for name, version in versions().items()]
-    parts += ["### Versions", _bullets(lines)]
+    sections += ["### Versions", _bullets(lines)]
 
     # TRL's template writes `None` for a model that is in a folder.
     text = card.text
@@ -117,9 +90,53 @@ def complete_card(
         text = text.replace(f"[{name}](https://huggingface.co/{name})", shown_base)
     text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
     above, heading, below = text.partition(CITATIONS)
-    sections = [above.rstrip("\n"), *parts, heading + below]
-    card.text = "\n\n".join(sections)
+    card.text = "\n\n".join([above.rstrip("\n"), *sections, heading + below])
     card.save(folder / "README.md")
+
+
+def _complete_metadata(card: ModelCard, base: str, adapters: list) -> str:
+    """Completes what the Hub reads. Returns the base model as the text shows it."""
+    card.data.pipeline_tag = "text-generation"
+    if card.data.get("licence") == "license":  # TRL's template has this in place of one
+        card.data.pop("licence")
+    if adapters:
+        card.data.library_name = "peft"
+    hub_name = hub_base(base)
+    if hub_name is not None:
+        card.data.base_model = hub_name
+        return f"[{hub_name}](https://huggingface.co/{hub_name})"
+    if not _is_valid(card.data.get("base_model", "")):  # a folder that is no longer there
+        card.data.pop("base_model")
+    return f"`{portable(base)}`"
+
+
+def _reward_sections(rewards: list[float], state: TrainerState, folder: Path) -> list[str]:
+    """Returns what the card says of the mean rewards at each log, and of their parts."""
+    sections = []
+    if rewards:
+        sections.append(
+            f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}."
+        )
+    if len(rewards) > 1 and (folder / CURVE).exists():
+        sections.append(f"![Mean reward by optimizer step]({CURVE})")
+    parts = _first_and_last(state.log_history, REWARD)
+    if parts:
+        sections += ["Mean parts of the reward:", _bullets(parts)]
+    return sections
+
+
+def _environment_sections(commands: Mapping[str, str], state: TrainerState) -> list[str]:
+    """Returns how the environments were started, and what they logged."""
+    sections = []
+    if commands:
+        sections.append("### Environments")
+    for name, command in commands.items():
+        one_line = portable(" ".join(command.split()))
+        sections.append(f"`{name}`:\n\n```bash\n{one_line}\n```")
+    logged = _first_and_last(state.log_history, ENVIRONMENT)
+    if logged:
+        sections += ["Metrics that the environments logged:", _bullets(logged)]
+    return sections
 
 
 def hub_base(base: str) -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RecipeError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.modes import MODES
+from trl_atropos.modes import MODES, Mode
 from trl_atropos.privacy import CLOSED_VARIABLE
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token, hide_token
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
@@ -138,23 +138,11 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
         ready = ready_text(host, port, options.vllm_mode, set_up_token(port))
     except AtroposTrainingError as error:
         sys.exit(fitted(f"trl-atropos serve: {error}"))
-    # a front sets it to nothing: its child is not what users talk to
-    os.environ.setdefault(READY_VARIABLE, ready)
-    os.environ[NUMERICS_VARIABLE] = options.numerics
-    os.environ[SERVER_VARIABLE] = "1"
-    if options.fast_logprobs is not None:  # else as the environment says: that of a front, for one
-        os.environ[FAST_LOGPROBS_VARIABLE] = "1" if options.fast_logprobs == "true" else "0"
-    if options.numerics == "bitwise":
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     mode = MODES[options.vllm_mode]
+    _set_variables(options, mode, ready)
     if mode.restarts_engine:
         command = [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given]
         os.execv(sys.executable, [*command, "--numerics", options.numerics])
-    os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
-    # Environments keep one name for the model, whatever is served.
-    os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
-    if mode.loads_files:
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with activity("Importing PyTorch"):
         import torch  # after the help text, which should not wait for it
 
@@ -165,20 +153,8 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
         )
     except RecipeError as error:
         parser.error(str(error))
-    # a service's log has it from vLLM
-    if cpu and not _states_cache(stated) and sys.stderr.isatty():
-        message = (
-            f"trl-atropos serve: the KV cache gets {CPU_CACHE_GIB} GiB of memory; "
-            f"`{CACHE_VARIABLE}=N` makes it N.\n"
-        )
-        sys.stderr.write(fitted(message))
-    if cpu and "--data-parallel-size" not in stated:
-        # one process less, eight seconds less to start
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if cpu and "--enforce-eager" in arguments:
-        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine
-        # may not have.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if cpu:
+        _prepare_cpu(stated, eager="--enforce-eager" in arguments)
     sys.argv = ["trl-atropos serve", *arguments]
     with activity("Importing vLLM"):
         from trl_atropos.server.compat import note_signals, run_server
@@ -188,6 +164,44 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     os.environ.pop(CLOSED_VARIABLE, None)
     note_signals(signals)
     run_server()
+
+
+def _set_variables(options: argparse.Namespace, mode: Mode, ready: str) -> None:
+    """Sets the environment of the server, on any device. `ready` is what it says when it serves."""
+    # a front sets it to nothing: its child is not what users talk to
+    os.environ.setdefault(READY_VARIABLE, ready)
+    os.environ[NUMERICS_VARIABLE] = options.numerics
+    os.environ[SERVER_VARIABLE] = "1"
+    if options.fast_logprobs is not None:  # else as the environment says: that of a front, for one
+        os.environ[FAST_LOGPROBS_VARIABLE] = "1" if options.fast_logprobs == "true" else "0"
+    if options.numerics == "bitwise":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if mode.restarts_engine:  # its front sets the others for each engine that it starts
+        return
+    os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
+    # Environments keep one name for the model, whatever is served.
+    os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
+    if mode.loads_files:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+
+
+def _prepare_cpu(stated: dict[str, str], eager: bool) -> None:
+    """Sets the environment of a server on the CPU. `stated` are its flags, and `eager` says that
+    vLLM compiles no model."""
+    # a service's log has it from vLLM
+    if not _states_cache(stated) and sys.stderr.isatty():
+        message = (
+            f"trl-atropos serve: the KV cache gets {CPU_CACHE_GIB} GiB of memory; "
+            f"`{CACHE_VARIABLE}=N` makes it N.\n"
+        )
+        sys.stderr.write(fitted(message))
+    if "--data-parallel-size" not in stated:
+        # one process less, eight seconds less to start
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if eager:
+        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine
+        # may not have.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def _refuse_unknown_flags(parser: argparse.ArgumentParser, mode: str, given: list[str]) -> None:
