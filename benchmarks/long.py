@@ -96,7 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of the server (default: %(default)s)",
     )
-    number("--timeout", 1800, "seconds for the trainers of a run")
+    number(
+        "--timeout",
+        1800,
+        "seconds for the trainers of a run, which say where they are if it is soon over",
+    )
     return parser
 
 
@@ -176,6 +180,7 @@ def _measure(
             "lora_r": options.lora_r,
             "selective": options.selective,
             "attention_kernel": options.attention_kernel,
+            "stacks_after": 0.75 * options.timeout,  # seconds after its imports
         }
         (folder / "settings.json").write_text(json.dumps(settings))
         variables = run_variables() | {TOKEN_VARIABLE: servers.token}

@@ -6,6 +6,7 @@ step, and sends its adapter to a server.
 """
 
 import argparse
+import faulthandler
 import json
 import statistics
 import sys
@@ -26,6 +27,8 @@ from trl_atropos.rollouts.rollout import Rollout
 
 def main(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
+    # Processes that wait for each other say where, before they are ended.
+    faulthandler.dump_traceback_later(settings["stacks_after"])
     rollouts = rollouts_of(settings)
     trainer = make_trainer(folder, settings, rollouts)
     trainer.train()

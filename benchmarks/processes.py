@@ -10,6 +10,7 @@ from trl_atropos.services.service_log import tail
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDS_WITHIN = 60.0  # seconds after SIGTERM
+SHOWN_AT_TIMEOUT = 150  # lines: some trainers write their stacks by then
 
 
 def run_variables() -> dict[str, str]:
@@ -56,7 +57,7 @@ def run_to_end(
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            sys.exit(f"{who} took longer than {timeout:g} s\n{tail(log)}")
+            sys.exit(f"{who} took longer than {timeout:g} s\n{tail(log, SHOWN_AT_TIMEOUT)}")
         finally:
             _end(process)
     if code:

@@ -54,6 +54,7 @@ AGREEING = [
     pytest.param(name, marks=pytest.mark.full) if name == SEEN_ELSEWHERE else name for name in MODES
 ]
 LONG_PROMPT = [64, 65, 66, 28] * 40
+ATTEMPTS = 5  # at a publish in the midst of a request: a busy machine may be too slow
 
 
 class FewBatches(AtroposSource):
@@ -203,18 +204,21 @@ def crosses(request: Request, one: Publish) -> bool:
 def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[torch.Tensor]]:
     """One long request with some publishes in its midst, and the log-probabilities that each
     version gives to it."""
-    trainer.policy_publisher.hold()
-    publish(trainer, lambda: None)
-    versions = [snapshot(trainer.model)]
-    with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(sample, live.server, LONG_PROMPT, 800)
-        wait_for_requests(live.server, 1)
-        for _ in range(publishes):
-            publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
-            versions.append(snapshot(trainer.model))
-        assert not reply.done(), "the request was over before the last publish"
-        sampled = reply.result(timeout=60)
-    return sampled, [score(trainer.model, weights, [sampled])[0] for weights in versions]
+    for _ in range(ATTEMPTS):
+        trainer.policy_publisher.hold()
+        publish(trainer, lambda: None)
+        versions = [snapshot(trainer.model)]
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(sample, live.server, LONG_PROMPT, 800)
+            wait_for_requests(live.server, 1, [reply])
+            for _ in range(publishes):
+                publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
+                versions.append(snapshot(trainer.model))
+            in_midst = not reply.done()
+            sampled = reply.result(timeout=60)
+        if in_midst:
+            return sampled, [score(trainer.model, weights, [sampled])[0] for weights in versions]
+    pytest.fail(f"{ATTEMPTS} times, the request was over before the last publish")
 
 
 def matches(sampled: Sampled, scored: torch.Tensor, publisher) -> torch.Tensor:
