@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ COLUMNS = {  # of the table: field, and how it is written
 }
 PROMPT = 16  # tokens
 WARM_UP = 2  # steps that do not count
+STACKS_BEFORE = 10  # seconds before the trainers' time is over
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     number(
         "--timeout",
         1800,
-        "seconds for the trainers of a run, which say where they are if it is soon over",
+        "seconds for the trainers of a run, which say where they are before it is over",
     )
     return parser
 
@@ -180,7 +182,7 @@ def _measure(
             "lora_r": options.lora_r,
             "selective": options.selective,
             "attention_kernel": options.attention_kernel,
-            "stacks_after": 0.75 * options.timeout,  # seconds after its imports
+            "stacks_at": time.time() + options.timeout - STACKS_BEFORE,
         }
         (folder / "settings.json").write_text(json.dumps(settings))
         variables = run_variables() | {TOKEN_VARIABLE: servers.token}

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from trl_atropos.rollouts.rollout import Rollout
 def main(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     # Processes that wait for each other say where, before they are ended.
-    faulthandler.dump_traceback_later(settings["stacks_after"])
+    left = settings["stacks_at"] - time.time()
+    faulthandler.dump_traceback_later(max(left, 1))
     rollouts = rollouts_of(settings)
     trainer = make_trainer(folder, settings, rollouts)
     trainer.train()

@@ -63,7 +63,7 @@ OF_64K += " --longest 65536 --median 65520"
 OF_32K = f"{LONG_STEP} --params 1.7B --rows 4 --micro_batch 1 --group_size 2"
 OF_32K += " --longest 32768 --median 32752"
 # on 80 GB: the server's keys and values of 131,072 tokens take 20 GB, and its weights 8
-LONG_RUNS = "long --params 4B --tokens 65536 --gpu_memory_utilization 0.42"
+LONG_RUNS = "long --params 4B --tokens 65536 --gpu_memory_utilization 0.42 --timeout 720"
 SHORT_STEP = "step --params 0.6B --prompt 128 --median 512 --max_tokens 16384 --shapes spread"
 SHORT_STEP += " --trainers tokens,packed_loop --rounds 3"
 LOOP = "loop --against trl --sequences 128 --group_size 8 --tokens 1024 --micro_batch 16 --steps 6"

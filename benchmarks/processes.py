@@ -10,7 +10,7 @@ from trl_atropos.services.service_log import tail
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDS_WITHIN = 60.0  # seconds after SIGTERM
-SHOWN_AT_TIMEOUT = 150  # lines: some trainers write their stacks by then
+SHOWN_AT_TIMEOUT = 300  # lines: some trainers write their stacks by then
 
 
 def run_variables() -> dict[str, str]:
