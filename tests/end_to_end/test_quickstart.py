@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,11 @@ def test_quickstart_learns_its_task(learned):
     assert "## Atropos run" in card
     assert "python recipes/quickstart/environment.py serve" in card
     model = AutoModelForCausalLM.from_pretrained(folder / "run", dtype=torch.float32)
-    first = model(torch.tensor([[66, 64, 65, 28]])).logits[0, -1].argmax()  # "cab="
-    assert int(first) == 66
+    # every prompt of the task, such as "cab=": all letters but one are learned now and then
+    prompts = torch.tensor([[*letters, 28] for letters in product(range(64, 72), repeat=3)])
+    answers = model(prompts).logits[:, -1].argmax(dim=-1)
+    right = answers == prompts[:, 0]
+    assert right.float().mean() >= LEARNED
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")

@@ -104,9 +104,13 @@ def test_rows_are_tagged_with_sampling_versions(policy, book, server):
 
 
 def test_queued_completion_is_as_new_as_first_token(policy, book, server):
-    call = Call(lambda: generate(server, PROMPT, 20, n=200))  # the CPU server runs 128 at once
-    policy.publish_during(call)
-    assert len({begun for begun, _ in assert_true(policy, book, call.result())}) > 1
+    for _ in range(5):  # on a busy machine, the first and the last may begin between two publishes
+        call = Call(lambda: generate(server, PROMPT, 20, n=200))  # the CPU server runs 128 at once
+        policy.publish_during(call)
+        tags = assert_true(policy, book, call.result())
+        if len({begun for begun, _ in tags}) > 1:
+            return
+    pytest.fail("five times, no publish fell between the first and the last")
 
 
 @pytest.mark.parametrize(("route", "stream"), [("completions", True), ("chat/completions", False)])
