@@ -66,7 +66,7 @@ OF_32K += " --longest 32768 --median 32752"
 LONG_RUNS = "long --params 4B --tokens 65536 --gpu_memory_utilization 0.42 --timeout 720"
 SHORT_STEP = "step --params 0.6B --prompt 128 --median 512 --max_tokens 16384 --shapes spread"
 SHORT_STEP += " --trainers tokens,packed_loop --rounds 3"
-LOOP = "loop --against trl --sequences 128 --group_size 8 --tokens 1024 --micro_batch 16 --steps 6"
+LOOP = "loop --against trl --sequences 128 --group_size 8 --tokens 1024 --micro_batch 16"
 SAMPLING = "sampling --routes /generate,/v1/completions,chat"
 EPISODES = "episodes --params 1.7B --rounds 1 --gradient_checkpointing --cases agent --turns 20"
 EPISODES += " --visible 500 --stripped 500 --max_tokens 32768"
@@ -74,13 +74,14 @@ EPISODES += " --visible 500 --stripped 500 --max_tokens 32768"
 JOBS = (
     _bench("target_model", TARGET + "target --only_model", 10),
     _bench("long", LONG_RUNS + " --processes 2", 15, gpus=2),
-    _bench("loop_1.7B", LOOP + " --params 1.7B --sides ours,trl", 20),
+    _bench("loop_1.7B", LOOP + " --params 1.7B --sides ours,trl --steps 8", 20),
     _bench("sampling_1.7B", SAMPLING + " --params 1.7B", 10),
     _bench("target_12", TARGET + "target_12 --seeds 1,2" + PRE_TRAINED, 20, needs="target_model"),
     _bench("target_34", TARGET + "target_34 --seeds 3,4" + PRE_TRAINED, 20, needs="target_model"),
     _bench("target_56", TARGET + "target_56 --seeds 5,6" + PRE_TRAINED, 20, needs="target_model"),
     _bench("step", SHORT_STEP, 8),
-    _bench("loop_0.44B", LOOP + " --params 0.44B --sides ours,no_logprobs,trl", 20),
+    # lengths are random: more steps, so that the sides have about as many tokens in each
+    _bench("loop_0.44B", LOOP + " --params 0.44B --sides ours,no_logprobs,trl --steps 16", 20),
     _bench("sampling_0.44B", SAMPLING + " --params 0.44B", 10),
     _bench("attention", "attention --params 4B", 8),
     _bench(
