@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trl_atropos.activity import activity
 
@@ -54,6 +54,15 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list]:
+    """Returns what parses values between commas, each of which `parse` does."""
+
+    def parse_all(text: str) -> list:
+        return [parse(part.strip()) for part in text.split(",")]
+
+    return parse_all
 
 
 def visible_gpus(chosen: str | None) -> list[str]:

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from benchmarks import sampling_equality
 from benchmarks.models import dtype, make_model
-from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive, positives
+from benchmarks.options import (
+    add_rounds,
+    aligned,
+    give_result,
+    list_of,
+    new_parser,
+    positive,
+    positives,
+)
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
@@ -78,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_rounds(parser, 5)
     add(
         "--routes",
-        type=_routes,
+        type=list_of(_route),
         metavar="NAME,...",
         help=f"of {', '.join(ROUTES)}: measure only these and the engine, with log-probabilities and "
         "without",
@@ -93,12 +101,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _routes(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in ROUTES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROUTES)}")
-    return names
+def _route(text: str) -> str:
+    if text not in ROUTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTES)}")
+    return text
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,13 +12,13 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.models import PRESETS, config_fields, make_model
-from benchmarks.options import aligned, give_result, new_parser, positive
+from benchmarks.options import aligned, give_result, list_of, new_parser, positive
 from trl_atropos import __version__
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services.signals import install_handlers
@@ -80,21 +80,21 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--modes",
-        type=_list_of(_mode),
+        type=list_of(_mode),
         default="colocate,server,nccl_lora,lora,restart",
         metavar="LIST",
         help="default: %(default)s",
     )
     add(
         "--params",
-        type=_list_of(_size),
+        type=list_of(_size),
         default="1M,20M,200M",
         metavar="LIST",
         help="default: %(default)s",
     )
     add(
         "--ranks",
-        type=_list_of(_rank),
+        type=list_of(_rank),
         default="8,32",
         metavar="LIST",
         help="of the adapters (default: %(default)s)",
@@ -130,13 +130,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="GPU of the server (default: the trainer's); NCCL needs another one",
     )
     return parser
-
-
-def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    def parse_all(text: str) -> list:
-        return [parse(part.strip()) for part in text.split(",")]
-
-    return parse_all
 
 
 def _mode(text: str) -> str:

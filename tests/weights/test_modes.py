@@ -210,7 +210,7 @@ def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[to
         versions = [snapshot(trainer.model)]
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(sample, live.server, LONG_PROMPT, 800)
-            wait_for_requests(live.server, 1, [reply])
+            wait_for_requests(live.server, 1, reply)
             for _ in range(publishes):
                 publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
                 versions.append(snapshot(trainer.model))

@@ -7,7 +7,6 @@ publish.
 import random
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,12 +52,12 @@ def sample(server: Server, prompt: list[int], num_tokens: int) -> Sampled:
     return Sampled(prompt, tokens, logprobs, begun, ended)
 
 
-def wait_for_requests(server: Server, number: int, replies: Sequence[Future] = ()) -> None:
-    """Returns when the engine has that many requests at work, or when all `replies` to them have
-    come: on a busy machine, they may end before they are seen."""
+def wait_for_requests(server: Server, number: int, reply: Future | None = None) -> None:
+    """Returns when the engine has that many requests at work, or when the `reply` to the only one
+    has come: on a busy machine, it may end before it is seen."""
     deadline, running = time.monotonic() + 30, 0.0
     while running < number:
-        if replies and all(reply.done() for reply in replies):
+        if reply is not None and reply.done():
             return
         assert time.monotonic() < deadline, (
             f"the engine has {running:.0f} requests at work, not {number}"

@@ -189,13 +189,9 @@ def send_uncompressed(base):
     """Makes `base`, Atropos' `BaseEnv`, send groups to the API as they are. Compressing takes 8
     microseconds a token, in which the environment does nothing else: 1 second for a batch of
     131,072 tokens, for which the trainer waits."""
-    post = base._post_json_with_compression
-
-    @functools.wraps(post)
-    def _post_json_with_compression(self, session, url, payload, **options):
-        return post(self, session, url, payload, **{**options, "minimum_size": float("inf")})
-
-    base._post_json_with_compression = _post_json_with_compression
+    base._post_json_with_compression = functools.partialmethod(
+        base._post_json_with_compression, minimum_size=float("inf")
+    )
 
 
 def make_rewards_plain(group):

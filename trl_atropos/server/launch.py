@@ -21,7 +21,7 @@ from pathlib import Path
 from trl_atropos.activity import activity
 from trl_atropos.errors import AtroposTrainingError, RecipeError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.modes import MODES, Mode
+from trl_atropos.modes import MODES
 from trl_atropos.privacy import CLOSED_VARIABLE
 from trl_atropos.protocol import NUMERICS, TOKEN_VARIABLE, environment_token, hide_token
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
@@ -139,10 +139,15 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     except AtroposTrainingError as error:
         sys.exit(fitted(f"trl-atropos serve: {error}"))
     mode = MODES[options.vllm_mode]
-    _set_variables(options, mode, ready)
+    _set_variables(options, ready)
     if mode.restarts_engine:
         command = [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given]
         os.execv(sys.executable, [*command, "--numerics", options.numerics])
+    os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
+    # Environments keep one name for the model, whatever is served.
+    os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
+    if mode.loads_files:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with activity("Importing PyTorch"):
         import torch  # after the help text, which should not wait for it
 
@@ -166,8 +171,9 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     run_server()
 
 
-def _set_variables(options: argparse.Namespace, mode: Mode, ready: str) -> None:
-    """Sets the environment of the server, on any device. `ready` is what it says when it serves."""
+def _set_variables(options: argparse.Namespace, ready: str) -> None:
+    """Sets the environment of the server, or of a front and its servers. `ready` is what it says
+    when it serves."""
     # a front sets it to nothing: its child is not what users talk to
     os.environ.setdefault(READY_VARIABLE, ready)
     os.environ[NUMERICS_VARIABLE] = options.numerics
@@ -176,13 +182,6 @@ def _set_variables(options: argparse.Namespace, mode: Mode, ready: str) -> None:
         os.environ[FAST_LOGPROBS_VARIABLE] = "1" if options.fast_logprobs == "true" else "0"
     if options.numerics == "bitwise":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if mode.restarts_engine:  # its front sets the others for each engine that it starts
-        return
-    os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
-    # Environments keep one name for the model, whatever is served.
-    os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
-    if mode.loads_files:
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
 
 
 def _prepare_cpu(stated: dict[str, str], eager: bool) -> None:
