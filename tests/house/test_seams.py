@@ -68,6 +68,7 @@ KNOWN = {
     "_actions",
     "_asdict",
     "_exit",
+    "_post_json_with_compression",
     "_replace",
     "_run_evaluate",
     "_schema",
