@@ -34,6 +34,14 @@ def test_counts_of_servers_are_added_up_since_last_log():
     assert set(metrics.metrics().values()) == {0.0}
 
 
+def test_sessions_before_the_run_do_not_count():
+    metrics = SessionMetrics([Client("a", {"opened": 5, "lost": 1}, {"opened": 7, "lost": 1})])
+    metrics.begin()
+    assert metrics.metrics() == {}
+    metrics.read()
+    assert metrics.metrics() == {"sessions/opened": 2.0}
+
+
 def test_server_started_anew_counts_from_nothing():
     metrics = SessionMetrics([Client("a", {"opened": 5, "tokens": 9}, {"opened": 2, "tokens": 3})])
     metrics.read()

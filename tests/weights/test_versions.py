@@ -23,6 +23,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 from recipes.own_environment.environment import end_turn
 from tests.rollouts.conftest import Api
+from tests.server.sessions import Client
 from tests.server_process import Server
 from tests.weights.versions import (
     KEPT,
@@ -547,6 +548,23 @@ def test_diagnosis_tells_refusals_of_server(policy, book, server, tmp_path):
             r"The server at http.* has refused \d+ requests .*\b512\b.*--max-model-len",
             source.diagnose(),
         )
+    finally:
+        source.close()
+        api.stop()
+
+
+def test_sessions_before_a_run_are_not_counted_in_it(policy, server, tmp_path):
+    Client(server).delete()
+    api = Api(free_port())
+    api.start()
+    book = VersionBook([server.url], server.token, timeout=10)
+    source = AtroposSource(api.url, versions=book)
+    try:
+        source.start(run_info(policy, tmp_path))
+        Client(server).delete()
+        book.sessions.read()
+        metrics = source.metrics()
+        assert metrics["sessions/opened"] == metrics["sessions/ended_deleted"] == 1
     finally:
         source.close()
         api.stop()

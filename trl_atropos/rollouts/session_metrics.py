@@ -31,6 +31,13 @@ class SessionMetrics:
         self._new: Counter[str] = Counter()  # since the last call of `metrics`
         self._names: set[str] = set()  # of all counts so far
 
+    def begin(self) -> None:
+        """Begins to count: what the servers have counted before is not of this run."""
+        self.read()
+        with self._changing:
+            self._new = Counter()
+            self._names = set()
+
     def read(self) -> None:
         """Asks the servers. One that is gone or hangs is reported by the publisher."""
 

@@ -185,6 +185,7 @@ class AtroposSource:
             "Restart it."
         )
         wait_for_api(join, self.start_timeout, silent)
+        self._versions.sessions.begin()
         run.when_wanted_soon(self._feed.note_new_policy)
         self._environments.start()
 
