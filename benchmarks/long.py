@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import aligned, give_result, new_parser, positive, positives, visible_gpus
+from benchmarks.options import aligned, give_result, list_of, new_parser, positive, visible_gpus
 from benchmarks.processes import launched, run_to_end, run_variables
 from trl_atropos import __version__
 from trl_atropos.protocol import TOKEN_VARIABLE
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--processes",
-        type=positives,
+        type=list_of(positive),
         default=[1, 2],
         metavar="LIST",
         help="that divide a rollout, one run for each (default: 1,2)",

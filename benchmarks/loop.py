@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import aligned, give_result, new_parser, positive
+from benchmarks.options import aligned, give_result, list_of, new_parser, positive
 from benchmarks.processes import run_to_end
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--latencies",
-        type=_latencies,
+        type=list_of(_seconds),
         default=[0, 0.5, 1, 1.5, 2],
         help="in train steps (default: 0,0.5,1,1.5,2)",
     )
@@ -132,10 +132,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more: write it like 1.5")
     return seconds
-
-
-def _latencies(text: str) -> list[float]:
-    return [_seconds(part) for part in text.split(",")]
 
 
 def _size(text: str) -> str:

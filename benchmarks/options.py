@@ -52,10 +52,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def positives(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
-
-
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], list]:
     """Returns what parses values between commas, each of which `parse` does."""
 

@@ -23,7 +23,6 @@ from benchmarks.options import (
     list_of,
     new_parser,
     positive,
-    positives,
 )
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
@@ -71,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="FOLDER", help="a model that is there, in its place")
     add(
         "--clients",
-        type=positives,
+        type=list_of(positive),
         default=[128],
         metavar="N,...",
         help="requests in flight (default: 128)",

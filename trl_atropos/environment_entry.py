@@ -372,33 +372,41 @@ def require_program(spec: EnvironmentSpec, command: list[str]) -> None:
     who = f"Environment {spec.name!r}"
     if spec.kind is not None:
         spec.kind.require(who)
-    folder = spec.cwd or ""
-    if spec.cwd is not None and not os.path.isdir(folder):
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
         what = f"{who}: its `cwd`, {spec.cwd!r}, is no folder"
         fix = "Name a folder that exists, or leave `cwd` out for the folder of the run."
         raise RecipeError(what, f"cwd: {spec.cwd}", fix, "environment-program")
-    program = command[0] if command else ""
+    _require_executable(who, spec, command[0] if command else "")
+    if spec.path is not None:
+        _require_script(who, spec)
+    elif spec.servers is not None:
+        _require_no_servers_in_command(who, spec)
+
+
+def _require_executable(who: str, spec: EnvironmentSpec, program: str) -> None:
+    """Raises `RecipeError` if the program of an entry cannot be run."""
     place = program
     if "/" in program:
-        place = os.path.join(folder, program)
-    if not shutil.which(place, path=spec.env.get("PATH")):
+        place = os.path.join(spec.cwd or "", program)
+    if shutil.which(place, path=spec.env.get("PATH")):
+        return
+    if os.path.isdir(place):
+        what = f"{who}: {program!r} is a folder, and no program to run"
+        python = os.path.join(program, "bin", "python")
+        fix = f"If it is a virtual environment, name its Python: {python}."
+    elif os.path.isfile(place):
+        what = f"{who}: you may not execute {program!r}"
+        fix = f"Run `chmod +x {place}`, or name another program."
+    else:
         what = f"{who}: there is no program {program!r} to run"
         fix = "Correct its `command`, such as `{python} path/to/script.py`."
         if spec.path is not None:
             fix = "Correct its `python`."
-        if os.path.isdir(place):
-            what = f"{who}: {program!r} is a folder, and no program to run"
-            python = os.path.join(program, "bin", "python")
-            fix = f"If it is a virtual environment, name its Python: {python}."
-        elif os.path.isfile(place):
-            what = f"{who}: you may not execute {program!r}"
-            fix = f"Run `chmod +x {place}`, or name another program."
-        raise RecipeError(what, program, fix, "environment-program")
-    if spec.path is not None:
-        _require_script(who, spec)
-        return
-    if spec.servers is None:
-        return
+    raise RecipeError(what, program, fix, "environment-program")
+
+
+def _require_no_servers_in_command(who: str, spec: EnvironmentSpec) -> None:
+    """Raises `RecipeError` if the command of an entry with `servers` states servers, too."""
     for flag in stated_flags(spec.command_words()):
         if flag.startswith(("--openai.", "--config")):
             what = (

@@ -118,7 +118,6 @@ def plan(
         sort_key = sharing.places
     per_step = len(num_tokens) // (ranks * steps)
     hands_of_steps = []
-    sizes = []
     for window in indices.reshape(steps // together, -1):
         ordered = window[np.argsort(sort_key[window], kind="stable")]
         loads = [0] * ranks
@@ -128,20 +127,13 @@ def plan(
             else:
                 hands = _deal_groups(block, num_tokens, loads, sharing)
             hands_of_steps.append(hands)
-            if max_tokens is None:
-                sizes.append([per_step])
-                continue
-            # All ranks cut at the same positions, because TRL gathers a value per rollout in every
-            # micro-batch.
-            longest = np.max([num_tokens[hand] for hand in hands], axis=0)
-            added = None
-            if sharing is not None:
-                added = np.max([_added_tokens(hand, sharing) for hand in hands], axis=0)
-            sizes.append(_cut(longest, max_tokens, packed, added))
     order = []
     for rank in range(ranks):
         for hands in hands_of_steps:
             order.extend(hands[rank])
+    if max_tokens is None:
+        return Plan(order, [[per_step] for _ in hands_of_steps])
+    sizes = [_sizes(hands, num_tokens, max_tokens, packed, sharing) for hands in hands_of_steps]
     return Plan(order, sizes)
 
 
@@ -188,6 +180,22 @@ def _deal_groups(
     for hand in hands:
         hand.sort(key=places.__getitem__)
     return hands
+
+
+def _sizes(
+    hands: list[list[int]],
+    num_tokens: np.ndarray,
+    max_tokens: int,
+    packed: bool,
+    sharing: "BatchTokens | None",
+) -> list[int]:
+    """Returns how many rollouts each micro-batch of a training step has. All ranks cut at the same
+    positions, because TRL gathers a value per rollout in every micro-batch."""
+    longest = np.max([num_tokens[hand] for hand in hands], axis=0)
+    added = None
+    if sharing is not None:
+        added = np.max([_added_tokens(hand, sharing) for hand in hands], axis=0)
+    return _cut(longest, max_tokens, packed, added)
 
 
 def _added_tokens(hand: list[int], sharing: "BatchTokens") -> np.ndarray:

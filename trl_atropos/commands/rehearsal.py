@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from trl_atropos import logging
 from trl_atropos.activity import Pacer, activity
@@ -255,13 +255,7 @@ def _lines_of_group(
             yield from _lines_of_text(tokenizer.decode(prompt))
             yield ""
         yield f"{number}. score {rollout.score:.4g}, {_size(rollout, ends)}"
-        if rollout.rewards:
-            parts = [f"{name} {value:.4g}" for name, value in rollout.rewards.items()]
-            yield from wrapped(", ".join(parts), "   parts: ")
-        for part, tokens in enumerate(rollout.completion_parts):
-            if part > 0:
-                yield f"   branch {rollout.tree.origin(part)}"
-            yield from _lines_of_text(tokenizer.decode(tokens))
+        yield from _lines_of_rollout(rollout, tokenizer)
         if spec.kind is not None:
             yield from _lines_of_episode(rollout)
     yield ""
@@ -276,6 +270,17 @@ def _lines_of_group(
             "turns: the model ended its turn, and the chat template ended it once more. Call "
             "`end_turn` of the template (`trl-atropos init`) after each `chat_completion`."
         )
+
+
+def _lines_of_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yields the parts of a rollout's score, and the text of each branch of its completion."""
+    if rollout.rewards:
+        parts = [f"{name} {value:.4g}" for name, value in rollout.rewards.items()]
+        yield from wrapped(", ".join(parts), "   parts: ")
+    for part, tokens in enumerate(rollout.completion_parts):
+        if part > 0:
+            yield f"   branch {rollout.tree.origin(part)}"
+        yield from _lines_of_text(tokenizer.decode(tokens))
 
 
 def _lines_of_episode(rollout: Rollout) -> Iterator[str]:

@@ -388,8 +388,28 @@ def _one_view(shape: list[int], copies: list[Copy]) -> tuple[int, list[int]] | N
     for target, source in copies:
         starts[source.storage_offset()] = target.storage_offset()
         missing -= source.numel()
+    if missing or len(starts) != len(copies):
+        return None
+    strides = _strides_of_view(shape, steps, copies, starts)
+    if strides is None:
+        return None
+    origins = set()  # where each copy places the parameter's first element
+    for here, there in starts.items():
+        for step, length, stride in zip(steps, shape, strides):
+            index = here // step % length
+            there -= index * stride
+        origins.add(there)
+    if len(origins) != 1:
+        return None
+    return origins.pop(), strides
+
+
+def _strides_of_view(
+    shape: list[int], steps: tuple[int, ...], copies: list[Copy], starts: dict[int, int]
+) -> list[int] | None:
+    """Returns the strides of the view for `_one_view`, or `None` if there are none."""
     known_strides = _strides_in_targets(shape, steps, copies)
-    if known_strides is None or missing or len(starts) != len(copies):
+    if known_strides is None:
         return None
     strides = []
     for dim, length in enumerate(shape):
@@ -404,15 +424,7 @@ def _one_view(shape: list[int], copies: list[Copy]) -> tuple[int, list[int]] | N
                 return None
             stride = following - start
         strides.append(stride)
-    origins = set()  # where each copy places the parameter's first element
-    for here, there in starts.items():
-        for step, length, stride in zip(steps, shape, strides):
-            index = here // step % length
-            there -= index * stride
-        origins.add(there)
-    if len(origins) != 1:
-        return None
-    return origins.pop(), strides
+    return strides
 
 
 def _strides_in_targets(
