@@ -10,7 +10,15 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.models import config_fields, dtype
-from benchmarks.options import add_rounds, aligned, give_result, new_parser
+from benchmarks.options import (
+    add_rounds,
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+)
 from trl_atropos import __version__
 
 DESCRIPTION = """\
@@ -46,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--params",
+        type=model_size,
         default="1.7B",
         metavar="SIZE",
         help="of the model whose heads are meant, such as 20M or 4B (default: %(default)s)",
@@ -59,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--kernels",
+        type=list_of(one_of(KERNELS)),
         default=",".join(KERNELS),
         metavar="LIST",
         help="which to run (default: %(default)s)",
@@ -68,15 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    try:
-        config_fields(options.params)
-    except ValueError as error:
-        parser.error(f"--params: {error}")
-    options.kernels = options.kernels.split(",")
-    if unknown := set(options.kernels) - set(KERNELS):
-        parser.error(f"--kernels {','.join(unknown)}: there are {', '.join(KERNELS)}")
+    options = build_parser().parse_args(argv)
     give_result(run, options, table)
 
 

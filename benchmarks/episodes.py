@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.models import config_fields
-from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
+from benchmarks.options import (
+    add_rounds,
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+    positive,
+)
 from trl_atropos import __version__
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.tree import make_tree
@@ -67,10 +75,18 @@ def build_parser() -> argparse.ArgumentParser:
         )
 
     parser.add_argument(
-        "--params", default="2M", metavar="SIZE", help="of the model (default: %(default)s)"
+        "--params",
+        type=model_size,
+        default="2M",
+        metavar="SIZE",
+        help="of the model (default: %(default)s)",
     )
     parser.add_argument(
-        "--cases", default=",".join(CASES), metavar="LIST", help="default: %(default)s"
+        "--cases",
+        type=list_of(one_of(CASES)),
+        default=",".join(CASES),
+        metavar="LIST",
+        help="default: %(default)s",
     )
     number("--groups", 1, "in an optimizer step")
     number("--group_size", 8, "episodes of a group")
@@ -90,13 +106,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
-    try:
-        config_fields(options.params)
-    except ValueError as error:
-        parser.error(f"--params: {error}")
-    options.cases = options.cases.split(",")
-    if not set(options.cases) <= set(CASES):
-        parser.error(f"--cases {','.join(options.cases)}: there are {', '.join(CASES)}")
     if options.groups * options.group_size % 2:
         parser.error("--groups times --group_size must be even")
     give_result(run, options, table)

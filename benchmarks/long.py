@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import aligned, give_result, list_of, new_parser, positive, visible_gpus
+from benchmarks.options import (
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    positive,
+    visible_gpus,
+)
 from benchmarks.processes import launched, run_to_end, run_variables
 from trl_atropos import __version__
 from trl_atropos.protocol import TOKEN_VARIABLE
@@ -69,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add(
         "--params",
+        type=model_size,
         default="2M",
         metavar="SIZE",
         help="of the model, such as 4B (default: %(default)s)",
@@ -109,10 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
-    try:
-        heads = config_fields(options.params)["num_attention_heads"]
-    except ValueError as error:
-        parser.error(f"--params: {error}")
+    heads = config_fields(options.params)["num_attention_heads"]
     for processes in options.processes:
         if heads % processes:
             parser.error(f"--processes {processes} does not divide the model's {heads} heads")

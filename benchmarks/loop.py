@@ -15,8 +15,17 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import aligned, give_result, list_of, new_parser, positive
+from benchmarks import against_trl
+from benchmarks.models import dtype, make_model
+from benchmarks.options import (
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+    positive,
+)
 from benchmarks.processes import run_to_end
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
@@ -79,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--params",
-        type=_size,
+        type=model_size,
         default="0.5M",
         help="size of the model, such as 2M (default: %(default)s)",
     )
@@ -109,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--against", choices=["trl"], help="measure the whole loop beside that of TRL")
     add(
         "--sides",
+        type=list_of(one_of(against_trl.SIDES)),
         default="trl,strict,ours",
         metavar="LIST",
         help="of --against (default: %(default)s)",
@@ -134,14 +144,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _size(text: str) -> str:
-    try:
-        config_fields(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
@@ -150,13 +152,6 @@ def main(argv: list[str] | None = None) -> None:
         if options.sequences % size:
             parser.error(f"--sequences {options.sequences} is not a multiple of --{name} {size}")
     if options.against:
-        from benchmarks import against_trl
-
-        options.sides = options.sides.split(",")
-        if not set(options.sides) <= set(against_trl.SIDES):
-            parser.error(
-                f"--sides {','.join(options.sides)}: there are {', '.join(against_trl.SIDES)}"
-            )
         give_result(against_trl.run, options, against_trl.table)
         return
     result = give_result(run, options, table)

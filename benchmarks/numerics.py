@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import requests
 
 from benchmarks.models import dtype, make_model
-from benchmarks.options import aligned, give_result, new_parser, positive
+from benchmarks.options import (
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+    positive,
+)
 from trl_atropos import __version__
 from trl_atropos.protocol import NUMERICS
 from trl_atropos.services.signals import install_handlers
@@ -59,9 +67,16 @@ Measure by how much the log-probabilities of trainer and server differ (nats), w
 def main(argv: list[str] | None = None) -> dict:
     parser = new_parser("numerics", DESCRIPTION)
     add = parser.add_argument
-    add("--numerics", default=",".join(NUMERICS), metavar="LIST", help="default: %(default)s")
+    add(
+        "--numerics",
+        type=list_of(one_of(NUMERICS)),
+        default=",".join(NUMERICS),
+        metavar="LIST",
+        help="default: %(default)s",
+    )
     add(
         "--params",
+        type=model_size,
         default="0.6B",
         metavar="SIZE",
         help="of a Qwen3 with random weights (default: %(default)s)",
@@ -95,9 +110,6 @@ def main(argv: list[str] | None = None) -> dict:
         help="of the weights (default: bfloat16 on a GPU, else float32)",
     )
     options = parser.parse_args(argv)
-    options.numerics = options.numerics.split(",")
-    if unknown := set(options.numerics) - set(NUMERICS):
-        parser.error(f"--numerics {','.join(unknown)}: name some of {', '.join(NUMERICS)}")
     return give_result(run, options, table)
 
 

@@ -5,10 +5,11 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.models import config_fields
 from trl_atropos.activity import activity
 
 
@@ -50,6 +51,27 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns what parses one of these names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def model_size(text: str) -> str:
+    """Parses what `config_fields` takes, such as `20M` or `0.6b`, and returns it as `PRESETS` writes
+    it."""
+    try:
+        config_fields(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text if text == "tiny" else text.upper()
 
 
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], list]:

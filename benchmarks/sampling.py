@@ -21,7 +21,9 @@ from benchmarks.options import (
     aligned,
     give_result,
     list_of,
+    model_size,
     new_parser,
+    one_of,
     positive,
 )
 from benchmarks.sampling_targets import Question, start_targets
@@ -63,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--params",
+        type=model_size,
         default="tiny",
         metavar="SIZE",
         help="of a model with random weights (default: %(default)s, so small that Python shows)",
@@ -85,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_rounds(parser, 5)
     add(
         "--routes",
-        type=list_of(_route),
+        type=list_of(one_of(ROUTES)),
         metavar="NAME,...",
         help=f"of {', '.join(ROUTES)}: measure only these and the engine, with log-probabilities and "
         "without",
@@ -98,12 +101,6 @@ def build_parser() -> argparse.ArgumentParser:
         "own, bit for bit",
     )
     return parser
-
-
-def _route(text: str) -> str:
-    if text not in ROUTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTES)}")
-    return text
 
 
 def main(argv: list[str] | None = None) -> None:

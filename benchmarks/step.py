@@ -12,8 +12,16 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.models import config_fields
-from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
+from benchmarks.options import (
+    add_rounds,
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+    positive,
+)
 from trl_atropos import __version__
 
 DESCRIPTION = """\
@@ -73,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--params",
+        type=model_size,
         default="2M",
         metavar="SIZE",
         help="of the model, such as 20M, 0.6B or 8B (default: %(default)s)",
@@ -142,12 +151,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_rounds(parser, 3)
     add(
         "--shapes",
+        type=list_of(one_of(("spread", "equal"))),
         default="spread,equal",
         metavar="LIST",
         help="which to run (default: %(default)s)",
     )
     add(
         "--trainers",
+        type=list_of(one_of(("trl", "rows", "tokens", "packed_loop"))),
         default="trl,rows,tokens",
         metavar="LIST",
         help="which to run (default: %(default)s)",
@@ -172,18 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
-    try:
-        config_fields(options.params)
-    except ValueError as error:
-        parser.error(f"--params: {error}")
-    for name, known in (
-        ("shapes", ("spread", "equal")),
-        ("trainers", ("trl", "rows", "tokens", "packed_loop")),
-    ):
-        chosen = getattr(options, name).split(",")
-        setattr(options, name, chosen)
-        if not set(chosen) <= set(known):
-            parser.error(f"--{name} {','.join(chosen)}: there are {', '.join(known)}")
     if options.lora_r and "packed_loop" in options.trainers:
         parser.error("--lora_r: the plain loop has no adapter, so leave packed_loop out")
     for name in ("micro_batch", "group_size"):

@@ -17,8 +17,16 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.models import PRESETS, config_fields, make_model
-from benchmarks.options import aligned, give_result, list_of, new_parser, positive
+from benchmarks.models import PRESETS, make_model
+from benchmarks.options import (
+    aligned,
+    give_result,
+    list_of,
+    model_size,
+    new_parser,
+    one_of,
+    positive,
+)
 from trl_atropos import __version__
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services.signals import install_handlers
@@ -80,14 +88,14 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--modes",
-        type=list_of(_mode),
+        type=list_of(one_of(MODES)),
         default="colocate,server,nccl_lora,lora,restart",
         metavar="LIST",
         help="default: %(default)s",
     )
     add(
         "--params",
-        type=list_of(_size),
+        type=list_of(model_size),
         default="1M,20M,200M",
         metavar="LIST",
         help="default: %(default)s",
@@ -130,20 +138,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="GPU of the server (default: the trainer's); NCCL needs another one",
     )
     return parser
-
-
-def _mode(text: str) -> str:
-    if text not in MODES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no mode: name some of {', '.join(MODES)}")
-    return text
-
-
-def _size(text: str) -> str:
-    try:
-        config_fields(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text.upper()
 
 
 def _rank(text: str) -> int:

@@ -195,7 +195,13 @@ def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["weights", "--modes", "colocate,serve"], "'serve' is no mode: name some of colocate, "),
+        (["weights", "--modes", "colocate,serve"], "'serve' is none of colocate, "),
+        (["step", "--shapes", "spread, even"], "--shapes: 'even' is none of spread, equal"),
+        (["episodes", "--cases", "agents"], "'agents' is none of agent, prompt"),
+        (["attention", "--kernels", "FA5"], "'FA5' is none of torch, "),
+        (["numerics", "--numerics", "exact"], "'exact' is none of "),
+        (["numerics", "--params", "20X"], "'20X' is no model size: write it like 20M"),
+        (["sampling", "--params", "big"], "'big' is no model size: write it like 20M"),
         (["long", "--processes", "3"], "--processes 3 does not divide the model's"),
         (["long", "--tokens", "16"], "--tokens 16 leaves no completion after 16 of the prompt"),
         (["long", "--rollouts", "3"], "two of them are a group, so it must be even"),
@@ -339,7 +345,7 @@ def test_loop_file_has_output_and_model_is_gone(tmp_path_factory):
     [
         (
             ["--against", "trl", "--sides", "ours,theirs"],
-            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, no_logprobs, trl",
+            "'theirs' is none of ours, turns, two_servers, one_ahead, strict, no_logprobs, trl",
         ),
         (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
         (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),
