@@ -32,6 +32,7 @@ from trl_atropos.protocol import (
     EVALUATION_KEY,
     Note,
     SamplingSettings,
+    SessionReply,
     SessionsReply,
     VersionsReply,
     completion_key,
@@ -40,6 +41,7 @@ from trl_atropos.protocol import (
 from trl_atropos.server_client import ServerClient
 
 pytestmark = pytest.mark.server
+ATTEMPTS = 5  # to go away from a call that runs a second: a busy machine may be too slow
 
 
 def wait_for(condition, what: str, seconds: float = 20.0) -> None:
@@ -283,6 +285,18 @@ def sent(server: Server, path: str, *bodies: dict) -> Iterator[socket.socket]:
         yield connection
 
 
+def abandoned(server: Server, route: str, body: dict) -> tuple[SessionReply, float]:
+    """Goes away from a call that has begun. Returns what its session has kept, and how many tokens
+    the engine has delivered."""
+    client = Client(server)
+    before = server.metric("generation_tokens_total")
+    with sent(server, f"/s/{client.id}{route}", body):
+        wait_for(lambda: server.metric("generation_tokens_total") > before, "the first token")
+    wait_for(lambda: not client.kept().counts["in_flight"], "the abort")
+    reply = client.delete()
+    return reply, server.metric("generation_tokens_total") - before
+
+
 @pytest.mark.parametrize(
     ("route", "fields"),
     [
@@ -293,18 +307,15 @@ def sent(server: Server, path: str, *bodies: dict) -> Iterator[socket.socket]:
     ],
 )
 def test_aborted_call_keeps_all_that_the_engine_delivered(server, reference, route, fields):
-    client = Client(server)
-    before = server.metric("generation_tokens_total")
     body = {"model": "any", "messages": MESSAGES, "max_tokens": 480, "ignore_eos": True} | fields
-    with sent(server, f"/s/{client.id}{route}", body):
-        wait_for(lambda: server.metric("generation_tokens_total") > before, "the first token")
-    wait_for(lambda: not client.kept().counts["in_flight"], "the abort")
-    reply = client.delete()
-    assert {call.finish for call in reply.calls} == {"abort"}
-    delivered = server.metric("generation_tokens_total") - before
-    assert reply.counts["tokens"] == delivered > 0
-    assert worst_difference(reference, reply) < TOLERANCE
-    assert all(call.versions_known for call in reply.calls)
+    for _ in range(ATTEMPTS):
+        reply, delivered = abandoned(server, route, body)
+        assert reply.counts["tokens"] == delivered > 0
+        assert worst_difference(reference, reply) < TOLERANCE
+        assert all(call.versions_known for call in reply.calls)
+        if {call.finish for call in reply.calls} == {"abort"}:
+            return
+    pytest.fail(f"{ATTEMPTS} times, the call was over before its client went away")
 
 
 def test_deleted_session_aborts_its_calls_and_refuses_later_ones(server):
