@@ -305,7 +305,8 @@ class Sessions(SessionRoutes):
                 429,
             )
         await self.plane.close()
-        session = Session(secrets.token_urlsafe(ID_BYTES), query)
+        # not base64: an id that begins with a dash is an option to `trl-atropos sessions show`
+        session = Session(secrets.token_hex(ID_BYTES), query)
         self.add(session)
         self.counts["opened"] += 1
         return session.id
