@@ -418,7 +418,7 @@ def test_no_path_leads_elsewhere_or_to_another_session(server):
     wrong = [
         *(f"/s/{client.id}{CHAT}/", f"/s/{client.id}//v1/chat/completions", f"/s/{client.id}"),
         *(f"/s/{client.id}/", f"/s//{client.id}{CHAT}", f"//s/{client.id}{CHAT}", "/s", "/s/"),
-        *(f"/s/{client.id[:-1]}{CHAT}", f"/s/{client.id}x{CHAT}", f"/s/{client.id.lower()}{CHAT}"),
+        *(f"/s/{client.id[:-1]}{CHAT}", f"/s/{client.id}x{CHAT}", f"/s/{client.id.upper()}{CHAT}"),
         *(f"/s/{client.id[:16]}{CHAT}", f"/s/*{CHAT}", f"/s/SESSION{CHAT}", f"/s/{CHAT}"),
         *(f"/s/{client.id}/v1/../v1/chat/completions", f"/s/{client.id}/generate"),
         *(f"/s/{client.id}/v1/load_lora_adapter", f"/s/{client.id}/trl_atropos/pause"),
