@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--tokens",
-        type=_lengths,
+        type=list_of(_length),
         default="4096,16384,65536",
         metavar="LIST",
         help="of the row (default: %(default)s)",
@@ -82,11 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     give_result(run, options, table)
 
 
-def _lengths(text: str) -> list[int]:
-    lengths = [int(length) for length in text.split(",") if length.isdecimal()]
-    if len(lengths) != text.count(",") + 1 or min(lengths) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths, such as 4096,16384")
-    return lengths
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of 2 tokens or more")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> dict:

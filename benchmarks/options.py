@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +53,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], str]:
+def one_of(names: Collection[str]) -> Callable[[str], str]:
     """Returns what parses one of these names."""
 
     def parse(text: str) -> str:

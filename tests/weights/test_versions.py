@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -536,49 +536,42 @@ def run_info(policy: MovingPolicy, folder: Path) -> RunInfo:
     )
 
 
-def test_diagnosis_tells_refusals_of_server(policy, book, server, tmp_path):
-    for _ in range(3):
-        assert server.generate(prompt={"prompt_token_ids": [64] * 600}).status_code == 400
+@pytest.fixture
+def api() -> Iterator[Api]:
     api = Api(free_port())
     api.start()
-    source = AtroposSource(api.url, versions=book)
-    try:
+    yield api
+    api.stop()
+
+
+def test_diagnosis_tells_refusals_of_server(policy, book, server, api, tmp_path):
+    for _ in range(3):
+        assert server.generate(prompt={"prompt_token_ids": [64] * 600}).status_code == 400
+    with closing(AtroposSource(api.url, versions=book)) as source:
         source.start(run_info(policy, tmp_path))
         assert re.search(
             r"The server at http.* has refused \d+ requests .*\b512\b.*--max-model-len",
             source.diagnose(),
         )
-    finally:
-        source.close()
-        api.stop()
 
 
-def test_sessions_before_a_run_are_not_counted_in_it(policy, server, tmp_path):
+def test_sessions_before_a_run_are_not_counted_in_it(policy, server, api, tmp_path):
     Client(server).delete()
-    api = Api(free_port())
-    api.start()
     book = VersionBook([server.url], server.token, timeout=10)
-    source = AtroposSource(api.url, versions=book)
-    try:
+    with closing(AtroposSource(api.url, versions=book)) as source:
         source.start(run_info(policy, tmp_path))
         Client(server).delete()
         book.sessions.read()
         metrics = source.metrics()
         assert metrics["sessions/opened"] == metrics["sessions/ended_deleted"] == 1
-    finally:
-        source.close()
-        api.stop()
 
 
 @pytest.mark.slow
-def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, tmp_path):
+def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, api, tmp_path):
     """What the environment asks for while the trainer trains waits at the server, until the next
     version is there."""
-    api = Api(free_port())
-    api.start()
-    source = AtroposSource(api.url, versions=book, max_staleness=0)
     wanted = []
-    try:
+    with closing(AtroposSource(api.url, versions=book, max_staleness=0)) as source:
         source.start(
             dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append)
         )
@@ -594,25 +587,19 @@ def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, tmp_path):
                 wanted[0]()
             source.close()  # which lets go what it holds, and the environment end
         assert dropped == 0
-    finally:
-        source.close()
-        api.stop()
     # nothing is held any more
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [240, 24])
-def test_held_requests_bound_mean_staleness_by_one(policy, book, server, tmp_path, second):
+def test_held_requests_bound_mean_staleness_by_one(policy, book, server, api, tmp_path, second):
     """What waited begins with the next policy, also where a batch is complete then and taken at
     once. Where two are complete at the same time, as where all completions are as long as they may
     be, the environment asks for two anew: one begins with each policy, and is sampled while the
     trainer trains."""
-    api = Api(free_port())
-    api.start()
-    source = AtroposSource(api.url, versions=book, hold_requests=True)
     wanted, ages = [], []
-    try:
+    with closing(AtroposSource(api.url, versions=book, hold_requests=True)) as source:
         source.start(
             dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append)
         )
@@ -628,19 +615,15 @@ def test_held_requests_bound_mean_staleness_by_one(policy, book, server, tmp_pat
         assert 0.4 <= np.mean(ages) <= 1  # without holding, it is above 1.5
         # On a busy machine, a group may be late and be sampled by the next policy.
         assert second > 24 or np.mean(np.equal(ages[1:], 1)) >= 0.8
-    finally:
-        source.close()
-        api.stop()
     # nothing is held any more
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
 @pytest.mark.slow
-def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, tmp_path):
-    api = Api(free_port())
-    api.start()
-    source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
-    try:
+def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, api, tmp_path):
+    with closing(
+        AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
+    ) as source:
         source.start(run_info(policy, tmp_path))
         with environment(server, api, ahead=4):
             for _ in range(6):
@@ -658,6 +641,3 @@ def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, tmp_path)
             metrics = source.metrics()
         assert metrics["rollouts/dropped_stale"] > 0
         assert metrics["rollouts/share_unknown_version"] == 0
-    finally:
-        source.close()
-        api.stop()

@@ -116,7 +116,6 @@ def plan(
     sort_key = -num_tokens  # longest first
     if sharing is not None:
         sort_key = sharing.places
-    per_step = len(num_tokens) // (ranks * steps)
     hands_of_steps = []
     for window in indices.reshape(steps // together, -1):
         ordered = window[np.argsort(sort_key[window], kind="stable")]
@@ -132,6 +131,7 @@ def plan(
         for hands in hands_of_steps:
             order.extend(hands[rank])
     if max_tokens is None:
+        per_step = len(num_tokens) // (ranks * steps)
         return Plan(order, [[per_step] for _ in hands_of_steps])
     sizes = [_sizes(hands, num_tokens, max_tokens, packed, sharing) for hands in hands_of_steps]
     return Plan(order, sizes)
