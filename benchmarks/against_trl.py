@@ -119,9 +119,9 @@ def _measure(
     else:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder, settings, side, cuda)))
         words = ["-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
-        if cuda:
-            words = ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"], *words]
-        command = launched("single_gpu.yaml" if cuda else "cpu.yaml", *words)
+        config = "single_gpu.yaml" if cuda else "cpu.yaml"
+        gpus = [os.environ["CUDA_VISIBLE_DEVICES"]] if cuda else []
+        command = launched(config, *words, gpus=gpus)
     began = time.monotonic()
     with Peak() as peak:
         run_to_end(

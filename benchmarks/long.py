@@ -192,19 +192,17 @@ def _measure(
         }
         (folder / "settings.json").write_text(json.dumps(settings))
         variables = run_variables() | {TOKEN_VARIABLE: servers.token}
-        if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:processes])
-        _train(folder, processes, bool(gpus), variables, options.timeout)
+        _train(folder, processes, gpus[:processes], variables, options.timeout)
     result = json.loads((folder / "result.json").read_text())
     return {"processes": processes, "tokens": tokens, "rollouts": options.rollouts, **result}
 
 
 def _train(
-    folder: Path, processes: int, cuda: bool, variables: dict[str, str], timeout: int
+    folder: Path, processes: int, gpus: list[str], variables: dict[str, str], timeout: int
 ) -> None:
-    """Runs the trainers to their end."""
+    """Runs the trainers to their end, on these GPUs or on the CPU."""
     words = ["-m", "benchmarks.long_trainer", str(folder)]
-    config = "single_gpu.yaml" if cuda else "cpu.yaml"
+    config = "single_gpu.yaml" if gpus else "cpu.yaml"
     if processes > 1:
         config = "sp2.yaml"
         number = str(processes)
@@ -212,7 +210,7 @@ def _train(
         words = ["--main_process_port", str(free_port()), *words]
     run_to_end(
         "trl-atropos bench long: the trainers",
-        launched(config, *words),
+        launched(config, *words, gpus=gpus),
         folder / "trainers.log",
         timeout,
         variables,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import PrinterCallback
 
 from benchmarks.long import WARM_UP
 from benchmarks.models import dtype
@@ -82,11 +81,9 @@ def make_trainer(
     adapter = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    trainer = AtroposGRPOTrainer(
+    return AtroposGRPOTrainer(
         settings["model"], args=config, rollout_source=OneBatch(rollouts), peft_config=adapter
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def measured(trainer: AtroposGRPOTrainer, rollouts: list[Rollout]) -> dict[str, Any]:

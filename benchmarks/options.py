@@ -118,6 +118,13 @@ def aligned(rows: list[dict], columns: dict[str, str]) -> list[str]:
     ]
 
 
+def see_one_gpu() -> None:
+    """Hides all GPUs but the first from this process and from those that it starts: with more, TRL
+    would divide the model among them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
 def give_result(
     run: Callable[[argparse.Namespace], dict],
     options: argparse.Namespace,
@@ -125,9 +132,7 @@ def give_result(
 ) -> dict:
     """Measures on the first GPU, and gives the result as `options.json` and `options.output` ask
     for it."""
-    # With more, TRL would divide the model among them. Servers and launchers that are started here
-    # get one, too.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    see_one_gpu()
     # what libraries print is not the result
     with contextlib.redirect_stdout(sys.stderr), activity("Measuring"):
         result = run(options)

@@ -25,11 +25,21 @@ def run_variables() -> dict[str, str]:
     }
 
 
-def launched(config: str, *words: str) -> list[str]:
-    """Returns a command by which `accelerate launch` runs `words`, with a file of
-    `configs/accelerate`."""
+def launched(config: str, *words: str, gpus: Sequence[str] = ()) -> list[str]:
+    """
+    Returns a command by which `accelerate launch` runs `words`.
+
+    Args:
+        config: name of a file in `configs/accelerate`.
+        words: module and arguments, and before them options of accelerate's.
+        gpus: named as in `CUDA_VISIBLE_DEVICES`, which accelerate sets for what it starts. Without
+            them, it takes those of the file.
+    """
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-    return [*command, "--config_file", str(ROOT / "configs/accelerate" / config), *words]
+    command += ["--config_file", str(ROOT / "configs/accelerate" / config)]
+    if gpus:
+        command += ["--gpu_ids", ",".join(gpus)]
+    return [*command, *words]
 
 
 def run_to_end(

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import Parser, aligned, positive, writable
+from benchmarks.options import Parser, aligned, positive, see_one_gpu, writable
 from benchmarks.processes import ROOT, run_variables
 from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
@@ -213,9 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(f"--output {output}: {error}")
     if not options.summary:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
-            0
-        ]
+        see_one_gpu()
         install_handlers()
         with contextlib.redirect_stdout(sys.stderr):
             model = (options.model or folder / "model").absolute()

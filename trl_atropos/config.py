@@ -258,9 +258,10 @@ class AtroposGRPOConfig(GRPOConfig):
             branches of an episode share. By default wherever the model allows it.
         attention_kernel (`str`, *optional*, defaults to `"auto"`):
             What attends to packed rollouts on a GPU in 16 bits: `"torch"` (FlashAttention 2, which
-            torch comes with), `"FA3"` (the package `flash-attn-3`), `"FA4"` (`flash-attn-4`), with
-            `"auto"` the fastest of those that are installed and right, or `"cudnn"`, which attends
-            to rollouts of thousands of tokens one after the other.
+            torch comes with), `"FA3"` (the package `flash-attn-3`), `"FA4"` (`flash-attn-4`), or
+            `"cudnn"`, which attends to rollouts of thousands of tokens one after the other. With
+            `"auto"`, it is the fastest of those that are installed and right. cuDNN is one of them
+            if `max_sequence_length` or `max_completion_length` is 4096 or more.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.

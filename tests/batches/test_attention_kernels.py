@@ -2,7 +2,7 @@
 kernels run on a CPU, so these tests give torch some: its dispatcher calls them as it calls those."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +14,14 @@ from torch.nn.attention import _fa3, _fa4
 from tests.batches.exact_attention import attend_to_parts
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
 from trl_atropos.batches import attention_kernels, long_attention, packed_attention
-from trl_atropos.batches.attention_kernels import TORCH, AttentionShape
+from trl_atropos.batches.attention_kernels import TORCH, AttentionShape, Chosen
 from trl_atropos.errors import RecipeError
 
 CPU = torch.device("cpu")
 PLAIN = AttentionShape(4, 2, 8, 8, None, 8**-0.5)
 WINDOWED = PLAIN._replace(window=70)
 SHAPES = {PLAIN, WINDOWED}
+BY_TORCH = Chosen("torch", long_in_turn=False)
 OWN_FA = {"FA3": _fa3.register_flash_attention_fa3, "FA4": _fa4.register_flash_attention_fa4}
 
 
@@ -111,9 +112,9 @@ def install(dispatched, monkeypatch) -> Callable[..., None]:
         attention.register_flash_attention_impl(name, register_fn=register)
 
 
-def use(wanted: str) -> str:
-    used = attention_kernels.use(wanted, lambda: SHAPES, CPU, torch.float32)
-    library = used if used in attention_kernels.MODULES else None
+def use(wanted: str, shapes: Collection[AttentionShape] = SHAPES, longest: int = 4095) -> Chosen:
+    used = attention_kernels.use(wanted, lambda: shapes, CPU, torch.float32, longest)
+    library = used.kernel if used.kernel in attention_kernels.MODULES else None
     assert attention.current_flash_attention_impl() == library
     return used
 
@@ -132,13 +133,13 @@ def test_fastest_right_kernel_is_used(install, slower, caplog):
     install(FA3=Kernel(), FA4=Kernel())
     slower("FA3", 0.4)
     with caplog.at_level(logging.INFO, "trl_atropos"):
-        assert use("auto") == "FA3"
+        assert use("auto") == Chosen("FA3", long_in_turn=False)
     assert "FA3 takes 0.40 times as long as torch's own" in caplog.text
     slower("FA3", 2.0)
     slower("FA4", 1.5)
-    assert use("auto") == "torch"
-    assert use("FA4") == "FA4"  # since it is named
-    assert use("torch") == "torch"
+    assert use("auto") == BY_TORCH
+    assert use("FA4").kernel == "FA4"  # since it is named
+    assert use("torch") == BY_TORCH
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_fastest_right_kernel_is_used(install, slower, caplog):
 )
 def test_wrong_kernel_is_named_and_not_used(kernel, reason, install, slower, caplog):
     install(FA4=kernel)
-    assert use("auto") == "torch"
+    assert use("auto") == BY_TORCH
     (line,) = [record.message for record in caplog.records if "FA4" in record.message]
     assert f"FA4 is installed, but not used: {reason}" in line
     with pytest.raises(RecipeError, match="`attention_kernel: FA4` is no choice for this model"):
@@ -217,35 +218,65 @@ def test_few_lengths_are_planned(length, padded):
     assert long_attention.padded_length(length) == padded
 
 
-def test_long_rollouts_are_computed_in_turn(tiny_model, tmp_path, dispatched, monkeypatch):
+def test_long_rollouts_are_computed_in_turn(tiny_model, tmp_path, dispatched, slower, monkeypatch):
     """On the CPU, where torch chooses another backend, with rollouts that are called long."""
     monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", True)
     monkeypatch.setattr(long_attention, "LONG", 8)
-    monkeypatch.setattr(attention_kernels, "TIMED", 64)
+    slower("cudnn", 0.6)
     lengths = []
 
     def attend_in_turn(query, key, value, sizes, scaling):
-        lengths.append(sizes.tolist())
+        lengths.append(sizes[0].tolist())
         return long_attention.attend_in_turn(query, key, value, sizes, scaling)
 
     monkeypatch.setattr(packed_attention, "attend_in_turn", attend_in_turn)
-    settings = {"per_device_train_batch_size": 16, "max_steps": 2, "share_prompts": False}
+    settings = {
+        "per_device_train_batch_size": 16,
+        "max_steps": 2,
+        "share_prompts": False,
+        "max_completion_length": 4096,
+    }
     logs = []
-    for kernel in ("torch", "cudnn"):
+    for kernel in ("torch", "cudnn", "auto"):
+        lengths.clear()
         batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(2)]
         trainer = make_trainer(
             tiny_model, tmp_path / kernel, *batches, attention_kernel=kernel, **settings
         )
         trainer.train()
-        assert trainer.computation.packs.long_in_turn == bool(lengths) == (kernel == "cudnn")
+        in_turn = kernel != "torch"
+        assert trainer.computation.packs.long_in_turn == bool(lengths) == in_turn
+        assert all(np.mean(sizes) >= 8 for sizes in lengths)
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
-    assert min(map(np.mean, lengths)) >= 8
-    assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
+    for other in logs[1:]:
+        assert other == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
 
 
-def test_windows_are_refused_with_cudnn(install):
+def test_fastest_kernel_of_long_rollouts_is_used(install, slower):
+    install(FA4=Kernel())
+    slower("FA4", 0.4)
+    slower("cudnn", 0.6)
+    assert use("auto", {PLAIN}, longest=4096) == Chosen("FA4", long_in_turn=False)
+    slower("FA4", 1.5)
+    assert use("auto", {PLAIN}, longest=4096) == Chosen("torch", long_in_turn=True)
+    slower("FA4", 0.8)
+    assert use("auto", {PLAIN}, longest=4096) == Chosen("FA4", long_in_turn=True)
+    assert use("auto", {PLAIN}, longest=4095) == Chosen("FA4", long_in_turn=False)
+    assert use("torch", {PLAIN}, longest=4096) == BY_TORCH
+    slower("cudnn", 2.0)
+    assert use("auto", {PLAIN}, longest=4096) == Chosen("FA4", long_in_turn=False)
+    assert use("cudnn", {PLAIN}) == Chosen("torch", long_in_turn=True)  # since it is named
+
+
+def test_windows_are_not_for_cudnn(install, slower, caplog):
+    install()
     with pytest.raises(RecipeError, match="it knows no windows, which some layers have"):
-        attention_kernels.use("cudnn", lambda: SHAPES, CPU, torch.float32)
+        use("cudnn")
+    with caplog.at_level(logging.INFO, "trl_atropos"):
+        assert use("auto", longest=4096) == BY_TORCH
+    (line,) = [record for record in caplog.records if "cudnn" in record.message]
+    assert "it knows no windows" in line.message
+    assert line.levelno == logging.INFO  # nothing that a user could change
 
 
 @pytest.mark.gpu

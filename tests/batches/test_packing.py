@@ -569,6 +569,30 @@ def test_compiled_layers_take_same_steps(tiny_model, tmp_path):
     assert found[1] == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in found[0]]
 
 
+def test_compiled_layers_take_numbers_as_constants(tiny_model, monkeypatch):
+    """Those that they took as tensors would be on the CPU, on a machine with GPUs, too: torch would
+    compile C++ for them."""
+    compiled = torch.compile
+    taken = []
+
+    def backend(graph, inputs, **_):
+        taken.extend(inputs)
+        return graph
+
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda call, dynamic, **_: compiled(call, dynamic=dynamic, backend=backend),
+    )
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)  # torch's default
+    model = load(tiny_model)
+    packed_attention.compile_layers(model)
+    model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    kinds = {value.dtype for value in taken if isinstance(value, torch.Tensor)}
+    assert kinds <= {torch.float32, torch.int64, torch.bool}
+    assert torch.float32 in kinds
+
+
 on_a_gpu = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

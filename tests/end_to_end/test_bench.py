@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import attention, sampling
 from benchmarks.models import make_model
 from benchmarks.packed_loop import PackedLoop, Row
+from benchmarks.processes import launched, run_variables
 from benchmarks.sampling_targets import Engine
 from benchmarks.step_trainers import make_rows
 from benchmarks.weights import _rows_of, build_parser, table
@@ -434,3 +435,17 @@ def test_engine_that_does_not_start_says_why(tmp_path):
             engine.wait_ready()
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("config", "gpus"), [("single_gpu.yaml", ["3"]), ("sp2.yaml", ["1", "3"])])
+def test_launched_process_sees_its_gpus(config, gpus, tmp_path):
+    """Whatever the launcher itself sees: accelerate's files name GPUs of the machine."""
+    script = tmp_path / "print_gpus.py"
+    script.write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n")
+    command = launched(config, str(script), gpus=gpus)
+    environment = os.environ | run_variables() | {"CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) == {",".join(gpus)}

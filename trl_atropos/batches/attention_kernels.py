@@ -1,9 +1,11 @@
-"""Chooses the kernel that attends to packed rows on a GPU: torch's own, or a newer FlashAttention.
+"""Chooses the kernel that attends to packed rows on a GPU: torch's own, or a newer FlashAttention,
+and cuDNN for long rollouts.
 
 Torch has a place where another library may compute what its own FlashAttention 2 does, also in
 `varlen_attn` (`torch.nn.attention.activate_flash_attention_impl`). `use` tries the libraries on
 attention of the model's shape. A kernel is right if its results and gradients are as close to those
-in float32 as torch's, and the fastest of those that are right is used.
+in float32 as torch's, and the fastest of those that are right is used. If rollouts may be long,
+cuDNN is tried in the same way, and attends to them if it is faster than that one.
 """
 
 import importlib.util
@@ -21,7 +23,7 @@ from torch.nn import attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_atropos.batches.long_attention import attend_in_turn
+from trl_atropos.batches.long_attention import LONG, attend_in_turn
 from trl_atropos.batches.packed_attention import ATTENTION, attend, attend_at_once
 from trl_atropos.batches.sequence_parallel import RankHeads
 from trl_atropos.distributed import on_main
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 TORCH = "torch"  # FlashAttention 2, which torch comes with
-CUDNN = "cudnn"  # for long rollouts (`long_attention.py`)
+CUDNN = "cudnn"  # for long rollouts alone (`long_attention.py`)
 # The libraries that torch knows by these names, as it imports them, and as they are installed.
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 INSTALLATION = {
@@ -105,7 +107,7 @@ class Row(NamedTuple):
         squared and added up."""
         with activated(name):
             if name == CUDNN:
-                output = attend_in_turn(*self.states, self.counts[0], self.options["scaling"])
+                output = attend_in_turn(*self.states, self.counts, self.options["scaling"])
             else:
                 output = attend_at_once(*self.states, None, **self.options)
             gradients = torch.autograd.grad(output.square().sum(), self.states)
@@ -172,26 +174,35 @@ def activate(name: str) -> None:
         attention.restore_flash_attention_impl()
 
 
+class Chosen(NamedTuple):
+    """Names what attends to the packed rows of a run."""
+
+    kernel: str
+    long_in_turn: bool  # cuDNN attends to rows of long rollouts
+
+
 def use(
     wanted: str,
     find_shapes: Callable[[], Collection[AttentionShape]],
     device: torch.device,
     dtype: torch.dtype,
-) -> str:
+    longest: int,
+) -> Chosen:
     """
-    Has packed rows attended to by the kernel that a run wants, and returns its name. Call this on
-    every rank: all of them use what rank 0 found. Raises `RecipeError` if that kernel is wrong.
+    Has packed rows attended to by the kernel that a run wants, and returns what that is. Call this
+    on every rank: all of them use what rank 0 found. Raises `RecipeError` if that kernel is wrong.
 
     Args:
-        wanted: a kernel's name; `"auto"` = the fastest of those that are installed and right.
+        wanted: a kernel's name; `"auto"` = the fastest of those that are there and right.
         find_shapes: returns those of the models' layers. It is called on all ranks, or, if there is
             no choice, on none: it takes a forward pass.
         device, dtype: of the rows.
+        longest: tokens of the run's longest rollouts.
     """
-    names = on_main(installed) if wanted == AUTO else [wanted]
-    if names in ([], [TORCH]):
+    names = on_main(partial(_candidates, wanted, longest))
+    if not names:
         activate(TORCH)
-        return TORCH
+        return Chosen(TORCH, False)
     shapes = find_shapes()
     trials = on_main(partial(try_kernels, names, sorted(shapes, key=str), device, dtype))
     if wanted in trials.reasons:
@@ -203,12 +214,37 @@ def use(
         )
     if PartialState().is_main_process:
         for name, reason in trials.reasons.items():
-            logger.warning("The attention kernel %s is installed, but not used: %s.", name, reason)
-    chosen = wanted
-    if wanted == AUTO:
-        chosen = min(trials.times, key=trials.times.__getitem__)
-    activate(chosen)
+            # Nobody installed cuDNN for its attention, which knows no windows.
+            level = logging.INFO if name == CUDNN else logging.WARNING
+            message = "The attention kernel %s is installed, but not used: %s."
+            logger.log(level, message, name, reason)
+    chosen = _fastest(wanted, trials.times)
+    activate(chosen.kernel)
     return chosen
+
+
+def _candidates(wanted: str, longest: int) -> list[str]:
+    """Returns the names of the kernels that are tried beside torch's own."""
+    if wanted == TORCH:
+        return []
+    if wanted != AUTO:
+        return [wanted]
+    names = installed()
+    if longest >= LONG:
+        names.append(CUDNN)
+    return names
+
+
+def _fastest(wanted: str, times: dict[str, float]) -> Chosen:
+    """Returns what a run uses of the kernels that are right, by their times."""
+    if wanted in MODULES:
+        return Chosen(wanted, False)
+    if wanted == CUDNN:
+        return Chosen(TORCH, True)
+    of_all_rows = [name for name in times if name != CUDNN]
+    kernel = min(of_all_rows, key=times.__getitem__)
+    long_in_turn = CUDNN in times and times[CUDNN] < times[kernel]
+    return Chosen(kernel, long_in_turn)
 
 
 class Trials(NamedTuple):

@@ -41,12 +41,12 @@ def attend_in_turn(
     Args:
         query: (1, heads, T, head_dim).
         key: (1, key_heads, T, head_dim), and so is `value`.
-        lengths: (rollouts,), their tokens, on the CPU.
+        lengths: (2, rollouts), their tokens, as queries and as keys, on the CPU.
 
     Returns:
         (1, T, heads, head_dim).
     """
-    sizes = lengths.tolist()
+    sizes = lengths[0].tolist()
     parts = (states.split(sizes, dim=2) for states in (query, key, value))
     attended = []
     with sdpa_kernel(BACKENDS, set_priority=True):

@@ -207,8 +207,7 @@ def attend(
         query, key, value = sequence_group.by_heads(query, key, value)
         module = RankHeads(query.size(1) // key.size(1))
     if in_turn:
-        lengths_of_queries = rollout_lengths[0]
-        attended = attend_in_turn(query, key, value, lengths_of_queries, options.get("scaling"))
+        attended = attend_in_turn(query, key, value, rollout_lengths, options.get("scaling"))
     elif rollout_lengths is not None:
         if rollout_keys is not None:
             key = _tokens_second(_Copied.apply(_tokens_first(key), rollout_keys))
@@ -454,6 +453,9 @@ def _tokens_second(states: Tensor) -> Tensor:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each decoder layer when it is first used: its norms, rotary embedding and
     activations become a few kernels."""
+    # Otherwise torch passes the numbers of a layer, such as the epsilon of its norms, as tensors on
+    # the CPU. For these it compiles C++, with GPUs as well: minutes before the first step.
+    torch._dynamo.config.specialize_float = True
     layers = decoder_layers(model)
     for layer in layers:
         layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)

@@ -23,7 +23,7 @@ from torch.nn import Module
 from trl.trainer import grpo_trainer
 
 from trl_atropos.batches import attention_kernels, numerics, packed_attention, trial
-from trl_atropos.batches.attention_kernels import AUTO, CUDNN, TORCH, AttentionShape
+from trl_atropos.batches.attention_kernels import AUTO, TORCH, AttentionShape
 from trl_atropos.batches.generation_batch import computed_tokens
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
@@ -178,10 +178,11 @@ class Computation:
                     wanted,
                 )
             return
+        longest = max(trainer.args.max_sequence_length or 0, trainer.args.max_completion_length)
         used = attention_kernels.use(
-            wanted, self._attention_shapes, self.packs.device, self.packs.dtype
+            wanted, self._attention_shapes, self.packs.device, self.packs.dtype, longest
         )
-        self.packs = self.packs._replace(long_in_turn=used == CUDNN)
+        self.packs = self.packs._replace(long_in_turn=used.long_in_turn)
 
     def _attention_shapes(self) -> set[AttentionShape]:
         """Returns the shapes of the attention in the layers of all models."""
