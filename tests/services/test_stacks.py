@@ -104,15 +104,53 @@ def test_process_without_handler_is_not_asked(tmp_path, monkeypatch):
         assert services.exit_code(service) is None
 
 
-def test_environment_that_uses_the_signal_keeps_it(tmp_path):
+AT_WORK = """
+import threading
+import environment_stacks
+
+def count_down(number):
+    return number and count_down(number - 1)
+
+def work():
+    while True:
+        count_down(50)
+        sum(number for number in range(200))
+
+environment_stacks.install()
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+work()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_at_work_outlives_questions(tmp_path):
+    """`faulthandler`, which reads stacks that change meanwhile, crashes it within a few dozens."""
+    program = tmp_path / "at_work.py"
+    program.write_text(AT_WORK)
+    with Services(tmp_path / "logs") as services:
+        variables = {"PYTHONPATH": str(ROOT / "trl_atropos/environment_site")}
+        command = [sys.executable, str(program)]
+        service = services.start("environment-busy", command, env=variables, ends=True)
+        deadline = time.monotonic() + WAIT
+        while not where_is(service, services.stacks_dir) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(200):
+            assert str(program) in where_is(service, services.stacks_dir)
+        assert services.exit_code(service) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no real-time signals")
+@pytest.mark.parametrize("name", ["SIGUSR2", "SIGRTMAX"])
+def test_environment_that_uses_a_signal_keeps_it(name, tmp_path):
     site = Path(ROOT, "trl_atropos/environment_site")
     program = f"""
 import signal, sys
 sys.path.insert(0, {str(site)!r})
-signal.signal(signal.SIGUSR2, print)
+signal.signal(signal.{name}, print)
 import environment_stacks
 environment_stacks.install()
-assert signal.getsignal(signal.SIGUSR2) is print
+assert signal.getsignal(signal.{name}) is print
 """
     child = os.spawnle(
         os.P_WAIT,
@@ -124,7 +162,7 @@ assert signal.getsignal(signal.SIGUSR2) is print
     )
     assert child == 0
     assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL  # of this process
+    assert signal.getsignal(getattr(signal, name)) is signal.SIG_DFL  # of this process
 
 
 def test_stacks_of_libraries_have_no_place():

@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trl_atropos.services.manager import Service
 
-# The variable, and the last line of an answer, as in `environment_stacks.py`.
+# The variable, the signals, and the last line of an answer, as in `environment_stacks.py`.
 FOLDER_VARIABLE = "TRL_ATROPOS_STACKS"
+QUESTION = signal.SIGUSR2
+LAST_QUESTION = getattr(signal, "SIGRTMAX", None)
 END = "end of answer"
 
-ANSWER_WITHIN = 1.0  # seconds; a process that holds its interpreter writes the first half only
+ANSWER_WITHIN = 3.0  # seconds; on a busy machine, too, or the second question would be a risk
+LAST_ANSWER_WITHIN = 0.5  # seconds; the end of this answer is not marked
 POLL = 0.02  # seconds
 SHOWN = 3  # places
 
 STACK = re.compile(r"^(?:Current thread|Thread|Task) .*\(most recent call first\)", re.MULTILINE)
-FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 LIBRARY = re.compile(
     r"^<|/(site|dist)-packages/|/lib/python3\.\d+/|/atroposlib/|/trl_atropos/environment_site/"
 )
@@ -68,24 +71,36 @@ def _ask(service: "Service", folder: Path) -> list[str]:
     for file in folder.glob("*"):
         pid = int(file.name)
         with contextlib.suppress(OSError):  # the process has ended
-            # Without a handler, the signal would end it.
-            if os.getsid(pid) == service.guard.pid and _catches(pid, signal.SIGUSR2):
-                start = file.stat().st_size
-                os.kill(pid, signal.SIGUSR2)
-                answers.append(_answer_in(file, start))
+            if os.getsid(pid) == service.guard.pid and _catches(pid, QUESTION, LAST_QUESTION):
+                answers.append(_answer_of(pid, file))
     return answers
 
 
-def _catches(pid: int, signum: int) -> bool:
-    """Returns whether a process has a handler for a signal."""
+def _catches(pid: int, *signals: int) -> bool:
+    """Returns whether a process has a handler for each of these signals: others would end it."""
     status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+    if caught is None:
+        return False
+    mask = int(caught[1], 16)
+    return all(mask >> (signum - 1) & 1 for signum in signals)
 
 
-def _answer_in(file: Path, start: int) -> str:
-    """Returns what is written to a file from byte `start` on until the answer ends."""
-    deadline = time.monotonic() + ANSWER_WITHIN
+def _answer_of(pid: int, file: Path) -> str:
+    """Asks a process that has handlers, and returns what it writes to its file."""
+    start = file.stat().st_size
+    os.kill(pid, QUESTION)
+    answer = _answer_in(file, start, ANSWER_WITHIN)
+    if not answer:  # a library holds the interpreter
+        os.kill(pid, LAST_QUESTION)
+        answer = _answer_in(file, start, LAST_ANSWER_WITHIN)
+    return answer
+
+
+def _answer_in(file: Path, start: int, seconds: float) -> str:
+    """Returns what is written to a file from byte `start` on, when the answer ends or after so many
+    seconds."""
+    deadline = time.monotonic() + seconds
     while True:
         answer = file.read_bytes()[start:].decode(errors="replace")
         if answer.endswith(f"{END}\n") or time.monotonic() > deadline:
