@@ -67,6 +67,7 @@ KNOWN = {
     "_C",
     "_actions",
     "_asdict",
+    "_current_frames",
     "_exit",
     "_post_json_with_compression",
     "_replace",
