@@ -64,18 +64,21 @@ def _answer(_signum, frame):
         frames[threading.get_ident()] = frame
         lines = []
         for innermost in frames.values():
-            lines += ["Thread (most recent call first):", *_places(_callers(innermost))]
+            lines += _stack("Thread", _callers(innermost))
         for task in _waiting_tasks():
-            lines += ["Task (most recent call first):", *_places(reversed(_frames_of(task)))]
+            lines += _stack("Task", reversed(_frames_of(task)))
         text = "\n".join([*lines, END, ""])
         os.write(_answers, text.encode(errors="replace"))
 
 
-def _places(frames):
-    return [
-        f'  File "{each.f_code.co_filename}", line {each.f_lineno} in {each.f_code.co_name}'
-        for each in frames
-    ]
+def _stack(kind, frames):
+    """Returns the lines of a stack, as `faulthandler` writes it. `frames` begin with the innermost
+    one."""
+    lines = [f"{kind} (most recent call first):"]
+    for frame in frames:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+    return lines
 
 
 def _callers(frame):
