@@ -152,7 +152,10 @@ def make_model(
     model.save_pretrained(folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    torch.cuda.empty_cache()  # this process keeps nothing of what the trainer and servers need
+    return parameters
 
 
 def speak(model, tokenizer) -> None:

@@ -53,7 +53,6 @@ CASES = {
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, "0.6B", "bfloat16")
-    torch.cuda.empty_cache()
     return str(folder)
 
 
