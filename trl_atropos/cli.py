@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trl_atropos import __version__
+from trl_atropos.commands.words import with_recipe
 from trl_atropos.logging import speak
 from trl_atropos.terminal import CommandParser, fitted
 
@@ -71,12 +72,14 @@ def _run(words: list[str]) -> None:
 
 def _call(command: str, words: list[str]) -> None:
     """Runs a command with the words behind it."""
-    from trl_atropos import commands
-
     if command == "train":
-        commands.train(words)
+        from trl_atropos.commands.train import train
+
+        train(words)
     elif command == "init":
-        commands.init(words)
+        from trl_atropos.commands.init import init
+
+        init(words)
     elif command == "serve":
         from trl_atropos.server.launch import main
 
@@ -92,12 +95,11 @@ def _call(command: str, words: list[str]) -> None:
     elif command == "bench":
         _benchmarks()(words)
     else:
-        _call_with_recipe(command, commands.with_recipe(words))
+        _call_with_recipe(command, with_recipe(words))
 
 
 def _call_with_recipe(command: str, words: list[str]) -> None:
     """Runs a command that reads a recipe in this process, with the variables that it sets."""
-    from trl_atropos import commands
     from trl_atropos.train import apply_recipe_environment, without_vllm
 
     apply_recipe_environment(words)
@@ -107,11 +109,17 @@ def _call_with_recipe(command: str, words: list[str]) -> None:
 
             main(words)
         elif command == "eval":
-            commands.evaluate(words)
+            from trl_atropos.commands.evaluate import evaluate
+
+            evaluate(words)
         elif command == "try":
-            commands.rehearse(words)
+            from trl_atropos.commands.try_command import try_recipe
+
+            try_recipe(words)
         else:
-            commands.slurm(words)
+            from trl_atropos.commands.batch_script import slurm
+
+            slurm(words)
 
 
 def _benchmarks() -> Callable[[list[str]], None]:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.commands import slurm
-from trl_atropos.commands.batch_script import _server_flags, render, slurm_parser
+from trl_atropos.commands.batch_script import _server_flags, render, slurm, slurm_parser
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/gsm8k/zero3_72b.yaml"

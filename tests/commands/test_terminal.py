@@ -9,6 +9,8 @@ import termios
 
 import pytest
 
+from tests.forge import TRAINER
+from trl_atropos.cli import COMMANDS
 from trl_atropos.terminal import columns, cut, fitted, lines_within
 
 PATH = "runs/a-task-with-a-long-name-cpu/logs/environment-a-task-with-a-long-name.log"
@@ -91,3 +93,11 @@ def test_terminal_gets_lines_of_its_width():
     said = " ".join(" ".join(lines).split())
     text = "one two three four five six seven"
     assert said == f"{text} [trl_atropos] {text} usage: p p: error: {text}"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_eighty_columns(command, tmp_path):
+    words = ["-m", "trl_atropos.cli", *filter(None, [command]), "--help"]
+    done = TRAINER.run(words, os.environ | {"COLUMNS": "80"}, tmp_path)
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []

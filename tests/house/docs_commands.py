@@ -22,7 +22,7 @@ from tests.check.desk import check
 from tests.forge import TRAINER
 from tests.house.docs_pages import ROOT, Command
 from tests.launching import free_urls
-from trl_atropos.commands import with_recipe
+from trl_atropos.commands.words import with_recipe
 
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own

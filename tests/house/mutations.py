@@ -86,10 +86,10 @@ MUTATIONS: list[Mutation] = [
         "tests/agents/test_users.py::test_guard_is_closed_to_its_own_user",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/train.py",
         "    if _names_agents(stated):",
         "    if not _names_agents(stated):",
-        "tests/commands/test_train_and_init.py::test_launcher_of_agents_closes_itself",
+        "tests/commands/test_train.py::test_launcher_of_agents_closes_itself",
     ),
     Mutation(
         "trl_atropos/protocol.py",
@@ -125,7 +125,7 @@ MUTATIONS: list[Mutation] = [
         "trl_atropos/train.py",
         "    return accelerator.num_processes > 1 or",
         "    return accelerator.num_processes > 2 or",
-        "tests/commands/test_train_and_init.py::test_trainer_whose_gpu_memory_others_open_is_known",
+        "tests/commands/test_train.py::test_trainer_whose_gpu_memory_others_open_is_known",
     ),
     # -------------------------------------------------------------------------------------- batches
     Mutation(
@@ -846,22 +846,22 @@ MUTATIONS: list[Mutation] = [
     ),
     # ------------------------------------------------------------------------------------- commands
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/train.py",
         "sys.exit(128 + error.sigval)",
         "sys.exit(error.sigval)",
-        "tests/commands/test_train_and_init.py::test_exit_code_tells_how_the_launcher_ended",
+        "tests/commands/test_train.py::test_exit_code_tells_how_the_launcher_ended",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/train.py",
         "sys.exit(130 if interrupts else 1)",
         "sys.exit(1)",
-        "tests/commands/test_train_and_init.py::test_exit_code_tells_how_the_launcher_ended",
+        "tests/commands/test_train.py::test_exit_code_tells_how_the_launcher_ended",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/init.py",
         'f"runs/{Path(name).name}"',
         'f"runs/{name}"',
-        "tests/commands/test_train_and_init.py::test_new_folder_holds_recipes_that_can_be_run",
+        "tests/commands/test_init.py::test_new_folder_holds_recipes_that_can_be_run",
     ),
     Mutation(
         "trl_atropos/terminal.py",

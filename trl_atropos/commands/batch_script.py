@@ -1,4 +1,4 @@
-"""Renders the batch script of `trl-atropos slurm`, for a run on a SLURM cluster.
+"""Runs `trl-atropos slurm`: renders the batch script of a run on a SLURM cluster.
 
 The script is `slurm.sh` for several nodes and `slurm_one_node.sh` for one, with values of the
 recipe and of the command's flags filled in. The first does what docs/multi-node.md does by hand.
@@ -14,10 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trl_atropos.errors import RecipeError
+from trl_atropos.commands.words import command_parser, require_words, with_recipe
+from trl_atropos.errors import AtroposTrainingError, RecipeError
 from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
 from trl_atropos.modes import MODES, Mode
-from trl_atropos.terminal import CommandParser
+from trl_atropos.terminal import fitted
 
 SLURM = """\
 Writes a batch script for a run on a SLURM cluster. With one node, it is
@@ -43,14 +44,30 @@ WAIT = Path(__file__).with_name("slurm_wait.sh")  # the end of both
 PATIENCE = 3600  # seconds until the last server of a job must answer
 
 
+def slurm(words: list[str]) -> None:
+    """Prints the batch script, or writes it to `--output`."""
+    parser = slurm_parser()
+    require_words(parser, words)
+    options, settings = parser.parse_known_args(words)
+    made_by = shlex.join(["trl-atropos", "slurm", *words])
+    try:
+        script = render(options, with_recipe(settings), made_by)
+        if options.output is None:
+            sys.stdout.write(script)
+            return
+        options.output.write_text(script, encoding="utf-8")
+    except AtroposTrainingError as error:
+        sys.exit(fitted(f"trl-atropos slurm: {error}"))
+    except OSError as error:
+        message = f"trl-atropos slurm: {options.output} cannot be written ({error.strerror})."
+        sys.exit(fitted(f"{message} Name another --output."))
+    message = f"Wrote {options.output}. Next: add your cluster's lines, then:\n"
+    sys.stdout.write(fitted(message, sys.stdout) + f"  sbatch {options.output}\n")
+
+
 def slurm_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "trl-atropos slurm",
-        "trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]",
-        SLURM,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]"
+    parser = command_parser("slurm", usage, SLURM)
     add = parser.add_argument
     head = "default: what the recipe's first lines launch with"
     add("--nodes", type=int, required=True, metavar="N", help="of the job")

@@ -1,9 +1,7 @@
-"""`trl-atropos train` and `init`: what accelerate is given, and what a new folder holds."""
+"""`trl-atropos train`: what accelerate is given, and how the command ends."""
 
 import os
-import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,10 @@ from trl import TrlParser
 
 from tests.forge import FORKED_ENGINES, TRAINER
 from tests.launching import Run, make_model
-from trl_atropos import commands, train
-from trl_atropos.recipe import PARTS, parse
+from trl_atropos import train
+from trl_atropos.commands import train as train_command
+from trl_atropos.commands.words import OF_BOTH, divide
+from trl_atropos.recipe import PARTS
 from trl_atropos.weights.full_weights import FullWeights
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +32,7 @@ def flags_of(parser) -> dict[str, str]:
 
 def test_flag_belongs_to_accelerate_or_the_settings():
     launcher, settings = flags_of(launch_command_parser()), flags_of(TrlParser(PARTS))
-    assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == commands.OF_BOTH | {
-        "help"
-    }
+    assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == OF_BOTH | {"help"}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_flag_belongs_to_accelerate_or_the_settings():
     ],
 )
 def test_accelerates_flags_may_stand_anywhere(line, launcher, settings):
-    assert commands.divide(line.split()) == (launcher.split(), settings.split())
+    assert divide(line.split()) == (launcher.split(), settings.split())
 
 
 @pytest.fixture
@@ -84,9 +82,9 @@ def launched(monkeypatch, tmp_path):
 )
 def test_launcher_of_agents_closes_itself(launched, monkeypatch, tmp_path, settings, closes):
     closed = []
-    monkeypatch.setattr(commands, "close_to_others", lambda: closed.append(True))
+    monkeypatch.setattr(train_command, "close_to_others", lambda: closed.append(True))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    commands.train([str(tmp_path / "recipe.yaml"), "--use_cpu", "true"])
+    train_command.train([str(tmp_path / "recipe.yaml"), "--use_cpu", "true"])
     assert len(launched) == 1
     assert bool(closed) == closes
 
@@ -139,7 +137,7 @@ def test_one_process_trains_without_accelerates_file(launched, monkeypatch, gpus
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    commands.train([*line.split(), "--max_steps", "5"])
+    train_command.train([*line.split(), "--max_steps", "5"])
     (options,) = launched
     assert {name: getattr(options, name) for name in asked} == asked
     assert (options.training_script, options.module, options.quiet) == (
@@ -159,7 +157,7 @@ def test_accelerate_has_no_default_to_warn_of(launched, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    commands.train([str(recipe)])
+    train_command.train([str(recipe)])
     (options,) = launched
     defaulted = (
         "num_processes",
@@ -195,27 +193,15 @@ def test_exit_code_tells_how_the_launcher_ended(launched, monkeypatch, ended_by,
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", ends)
     with pytest.raises(SystemExit) as ended:
-        commands.train([QUICKSTART])
+        train_command.train([QUICKSTART])
     assert ended.value.code == code
 
 
 def test_refusal_of_accelerate_is_one_sentence(tmp_path):
-    done = trl_atropos("train", str(ROOT / QUICKSTART), "--config_file", "none.yaml", cwd=tmp_path)
+    words = ["train", str(ROOT / QUICKSTART), "--config_file", "none.yaml"]
+    done = TRAINER.run(["-m", "trl_atropos.cli", *words], os.environ | {"COLUMNS": "80"}, tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "trl-atropos train: " in done.stderr and "`none.yaml` does not exist" in done.stderr
-
-
-def run_in_this_process(command: list[str | Path], **_options) -> subprocess.CompletedProcess:
-    """Runs a script here, where everything that takes long is imported."""
-    _python, script, *arguments = map(str, command)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script, *arguments])
-        runpy.run_path(script, run_name="__main__")
-    return subprocess.CompletedProcess(command, 0)
-
-
-def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    return TRAINER.run(["-m", "trl_atropos.cli", *words], os.environ | {"COLUMNS": "80"}, cwd)
 
 
 @pytest.mark.full  # `test_as_users.py` types Ctrl-C, too
@@ -237,77 +223,3 @@ def test_ctrl_c_ends_the_run_before_the_command(
         code = run.exit_code()  # typed behind the command, so answered when that has ended
         assert (code, run.left()) == (130, [])
         assert "Traceback" not in run.output[before:]
-
-
-# --------------------------------------------------------------------------------------------- init
-
-
-def test_new_folder_holds_recipes_that_can_be_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    # `tests/house/test_docs.py` runs it in a process of its own
-    monkeypatch.setattr(commands.subprocess, "run", run_in_this_process)
-    commands.init(["tasks/mine"])
-    folder = tmp_path / "tasks/mine"
-    assert {path.name for path in folder.iterdir()} == {
-        "README.md",
-        *("colocate.yaml", "cpu.yaml", "environment.py", "make_model.py", "model"),
-    }
-    assert (folder / "model/config.json").exists()
-    readme = (folder / "README.md").read_text()
-    assert len(readme.splitlines()) <= 20 and max(map(len, readme.splitlines())) <= 80
-    texts = [path.read_text() for path in folder.iterdir() if path.is_file()]
-    assert not any(
-        word in text
-        for text in texts
-        for word in ("recipes/", "runs/quickstart", "own-environment", "docs/")
-    )
-    for name in ("cpu.yaml", "colocate.yaml"):
-        recipe = parse(
-            ["--config", f"tasks/mine/{name}", "--model_name_or_path", "m", "--use_cpu", "true"]
-        )
-        assert [(spec.path, spec.name) for spec in recipe.environments] == [
-            ("tasks/mine/environment.py", "mine")
-        ]
-        assert (
-            recipe.training.output_dir
-            == {"cpu.yaml": "runs/mine-cpu", "colocate.yaml": "runs/mine"}[name]
-        )
-        assert f"#   trl-atropos train tasks/mine/{name}\n" in (folder / name).read_text()
-    assert (
-        yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"]
-        == "tasks/mine/model"
-    )
-    printed = capsys.readouterr().out
-    for command in ("try tasks/mine/cpu.yaml", "train tasks/mine/cpu.yaml", "report runs/mine-cpu"):
-        assert f"trl-atropos {command}" in printed
-        assert f"trl-atropos {command}" in readme
-    assert "What to change then: tasks/mine/README.md" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("there", "cannot be made (File exists)"),
-        ("a b", "is no name"),
-        ("/", "is no name"),
-        ("x,y", "is no name"),
-        ("..", "is no name"),
-    ],
-)
-def test_impossible_folder_name_is_refused(name, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(SystemExit, match=r"trl-atropos init: ") as error:
-        commands.init([name])
-    assert told in str(error.value)
-    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["", "train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench"],
-)
-def test_help_fits_eighty_columns(command, tmp_path):
-    done = trl_atropos(*filter(None, [command]), "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
