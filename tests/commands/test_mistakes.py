@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import yaml
 from tests.check.desk import Desk
 from tests.commands.mistakes import FATAL, LOST, SURVIVED, TYPED, Mistake, line_of
 from tests.forge import TRAINER, WITHOUT_TORCH, Forge, Forked
-from tests.rollouts.bare_trainer import BareTrainer
+from tests.rollouts.bare_trainer import PAUSE, BareTrainer
 from tests.rollouts.conftest import Api
 from tests.server_process import free_port
 from trl_atropos import cli
@@ -73,7 +74,9 @@ def processes(tiny_model, tmp_path_factory) -> Iterator[dict[str, Process]]:
     api = Api(free_port())
     api.start()
     trainer = BareTrainer(api.url, batch_size=8)
-    trainer.pull()  # environments register once it has asked
+    ended = threading.Event()
+    pulling = threading.Thread(target=pull_until, args=(ended, trainer), daemon=True)
+    pulling.start()  # environments register once it has asked
     started = {}
     try:
         for table, module in ((FATAL, "run"), (LOST, "run"), (SURVIVED, "groups")):
@@ -85,8 +88,17 @@ def processes(tiny_model, tmp_path_factory) -> Iterator[dict[str, Process]]:
         for process in started.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.forked.pid, signal.SIGKILL)
+        ended.set()
+        pulling.join()
         trainer.close()
         api.stop()
+
+
+def pull_until(ended: threading.Event, trainer: BareTrainer) -> None:
+    """Takes batches. Those of a mistake that comes late would otherwise be so many that all other
+    environments wait, before they come to their own."""
+    while not ended.wait(PAUSE):
+        trainer.pull()
 
 
 def start(mistake: Mistake, module: str, folder: Path, model: Path, url: str) -> Process:
