@@ -22,6 +22,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.launching import ROOT, free_urls
+from trl_atropos.cli import COMMANDS
 
 pytestmark = pytest.mark.slow(150)
 
@@ -42,7 +43,6 @@ FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer
 # The slow starts that `test_quickstart.py` and `test_as_users.py` make as users do.
 SOONER = {"PYTHONPATH": str(ROOT / "tests/site")}
 CONTROL = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-COMMANDS = ("train", "check", "try", "init", "serve", "sessions", "report", "slurm", "bench")
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:

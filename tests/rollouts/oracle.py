@@ -9,6 +9,7 @@ import json
 import math
 import struct
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 LARGEST = 1099511627776  # of scores and advantages, whose squares float32 must be able to add up
@@ -104,127 +105,194 @@ def optional(group: dict, name: str, count: int) -> list:
 def teacher(ids: Any, logprobs: Any, length: int) -> list[list[tuple[int, float]]] | None:
     if absent(ids) and absent(logprobs):
         return None
+    for values in (ids, logprobs):
+        demand(isinstance(values, list) and len(values) == length)
     positions = []
-    for value in (ids, logprobs):
-        demand(isinstance(value, list) and len(value) == length)
     for some_ids, some_logprobs in zip(ids, logprobs):
-        some_ids, some_logprobs = (
-            [] if absent(entry) else entry for entry in (some_ids, some_logprobs)
-        )
+        some_ids = [] if absent(some_ids) else some_ids
+        some_logprobs = [] if absent(some_logprobs) else some_logprobs
         demand(isinstance(some_ids, list) and isinstance(some_logprobs, list))
         demand(len(some_ids) == len(some_logprobs) and all(map(is_token, some_ids)))
-        positions.append([(i, value) for i, value in zip(some_ids, map(logprob, some_logprobs))])
+        positions.append(list(zip(some_ids, map(logprob, some_logprobs))))
     return positions
+
+
+@dataclass
+class Sequence:
+    """What a group says of one of its sequences. What it does not say is None, and an override
+    without entries."""
+
+    tokens: list[int]
+    mask: list[int]
+    score: float
+    logprobs: list[float] | None
+    advantages: list[float] | None
+    teacher: list[list[tuple[int, float]]] | None
+    overrides: list[dict[str, Any]]  # of the group and its own
+    messages: str | None
+
+    def asks(self, name: str) -> bool:
+        return any(override.get(name) for override in self.overrides)
+
+    def completion(self) -> range | None:
+        """The places of its completion: from the first trained token to the last one. A sequence
+        whose first token is trained has that token alone as its prompt."""
+        trained = [place for place, entry in enumerate(self.mask) if entry != -100]
+        if not trained or trained[-1] == 0:
+            return None
+        first = max(trained[0], 1)
+        return range(first, trained[-1] + 1)
 
 
 def judge(
     group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int
 ) -> list[dict[str, Any]]:
-    """The rows. Raises `Rejected`."""
+    """
+    Returns the rows of a group. Raises `Rejected` if it must be left out.
+
+    Args:
+        longest: tokens that a row may have.
+        sampled_at: the temperature of the trainer.
+        single: what becomes of a group of one: "raw", "zero" or "refuse".
+        vocabulary: the number of tokens.
+    """
     demand(isinstance(group, dict))
+    env_id = group.get("env_id")
+    demand(env_id is None or (is_integer(env_id) and -(2**63) <= env_id < 2**63))
+    of_group = override(group.get("group_overrides"))
+    sequences = read_sequences(group, of_group)
+    demand_temperature(group, sequences, sampled_at)
+    demand(not shows_something(group.get("images")))
+    demand(not are_placeholders(sequences))
+    for sequence in sequences:
+        demand_vocabulary(sequence, vocabulary)
+    first = sequences[0]
+    alone = len(sequences) == 1 and first.advantages is None and not first.asks("sft")
+    demand(not (alone and single == "refuse"))
+
+    scores = [to_float32(sequence.score) for sequence in sequences]
+    mean = math.fsum(scores) / len(scores)
+    std = 0.0
+    if len(scores) > 1:
+        squares = math.fsum((score - mean) ** 2 for score in scores)
+        std = math.sqrt(squares / (len(scores) - 1))
+    shared = {
+        "group_mean": 0.0 if alone and single == "raw" else mean,
+        "group_std": std,
+        "raw_advantage": alone and single == "raw",
+        "env_id": env_id,
+    }
+    rows = []
+    for sequence in sequences:
+        places = sequence.completion()
+        if places is None or len(sequence.tokens) > longest:
+            continue
+        row = row_of(sequence, places) | shared
+        if alone and single == "zero":
+            row["zero_advantage"] = True
+        rows.append(row)
+    return rows
+
+
+def read_sequences(group: dict, of_group: dict[str, Any]) -> list[Sequence]:
     tokens = group.get("tokens")
     demand(isinstance(tokens, list) and len(tokens) > 0)
     count = len(tokens)
-    for sequence in tokens:
-        demand(isinstance(sequence, list) and all(map(is_token, sequence)))
-    masks, scores = (
-        per_sequence(group.get("masks"), count),
-        per_sequence(group.get("scores"), count),
-    )
-    for mask, sequence in zip(masks, tokens):
-        demand(isinstance(mask, list) and len(mask) == len(sequence))
-        for entry, token in zip(mask, sequence):
-            demand(is_integer(entry) and (entry == -100 or entry == token))
-    demand(all(map(is_bounded, scores)))
-    known = [
-        per_token(v, len(t)) for v, t in zip(optional(group, "inference_logprobs", count), tokens)
-    ]
-    known = [None if values is None else [logprob(value) for value in values] for values in known]
-    advantages = [
-        per_token(v, len(t)) for v, t in zip(optional(group, "advantages", count), tokens)
-    ]
-    for values in advantages:
-        demand(values is None or all(map(is_bounded, values)))
-    ids, given = group.get("distill_token_ids"), group.get("distill_logprobs")
-    demand(absent(ids) == absent(given))
-    pairs = zip(
-        optional(group, "distill_token_ids", count),
-        optional(group, "distill_logprobs", count),
-        tokens,
-    )
-    teachers = [teacher(i, v, len(sequence)) for i, v, sequence in pairs]
-    asked = [override(value) for value in optional(group, "overrides", count)]
-    of_group = override(group.get("group_overrides"))
-    params = {} if absent(group.get("generation_params")) else group["generation_params"]
+    masks = per_sequence(group.get("masks"), count)
+    scores = per_sequence(group.get("scores"), count)
+    logprobs = optional(group, "inference_logprobs", count)
+    advantages = optional(group, "advantages", count)
+    demand(absent(group.get("distill_token_ids")) == absent(group.get("distill_logprobs")))
+    teacher_ids = optional(group, "distill_token_ids", count)
+    teacher_logprobs = optional(group, "distill_logprobs", count)
+    overrides = optional(group, "overrides", count)
+    sequences = []
+    for i in range(count):
+        demand(isinstance(tokens[i], list) and all(map(is_token, tokens[i])))
+        length = len(tokens[i])
+        sequence = Sequence(
+            tokens=tokens[i],
+            mask=masks[i],
+            score=scores[i],
+            logprobs=per_token(logprobs[i], length),
+            advantages=per_token(advantages[i], length),
+            teacher=teacher(teacher_ids[i], teacher_logprobs[i], length),
+            overrides=[of_group, override(overrides[i])],
+            messages=messages_of(group.get("messages"), i, count),
+        )
+        demand_values(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def demand_values(sequence: Sequence) -> None:
+    mask = sequence.mask
+    demand(isinstance(mask, list) and len(mask) == len(sequence.tokens))
+    for entry, token in zip(mask, sequence.tokens):
+        demand(is_integer(entry) and entry in (-100, token))
+    demand(is_bounded(sequence.score))
+    if sequence.logprobs is not None:
+        sequence.logprobs = [logprob(value) for value in sequence.logprobs]
+    if sequence.advantages is not None:
+        demand(all(map(is_bounded, sequence.advantages)))
+
+
+def demand_temperature(group: dict, sequences: list[Sequence], sampled_at: float) -> None:
+    params = group.get("generation_params")
+    if absent(params):
+        params = {}
     demand(isinstance(params, dict))
     temperature(params)
-    env_id = group.get("env_id")
-    demand(env_id is None or (is_integer(env_id) and -(2**63) <= env_id < 2**63))
+    demand(not differs(params, sampled_at))
+    for sequence in sequences:
+        for asked in sequence.overrides:
+            demand(not differs(asked, sampled_at))
 
-    rejected = any(differs(value, sampled_at) for value in [of_group, *asked])
-    mean = math.fsum(map(to_float32, scores)) / count
-    squares = math.fsum((to_float32(score) - mean) ** 2 for score in scores)
-    spoilt = (
-        shows_something(group.get("images"))
-        or (
-            count > 1
-            and len(tokens[0]) > 1
-            and all(sequence == list(range(len(tokens[0]))) for sequence in tokens)
-        )
-        or any(token >= vocabulary for sequence in tokens for token in sequence)
-        or any(i >= vocabulary for one in teachers if one for position in one for i, _ in position)
-        or differs(params, sampled_at)
-    )
-    sft = [bool(of_group.get("sft")) or bool(own.get("sft")) for own in asked]
-    alone = count == 1 and advantages[0] is None and not sft[0]
-    spoilt = spoilt or (alone and single == "refuse")
-    demand(not spoilt and not rejected)
 
-    rows = []
-    for i, sequence in enumerate(tokens):
-        last = max((at for at in range(len(sequence)) if masks[i][at] != -100), default=0)
-        if len(sequence) > longest or last == 0:
-            continue
-        first = 1
-        while masks[i][first] == -100:
-            first += 1
-        if masks[i][0] != -100:
-            first = 1
-        places = range(first, last + 1)
-        trained = [masks[i][at] != -100 for at in places]
-        unknown = known[i] is None or sft[i]
-        rows.append(
-            {
-                "prompt_ids": sequence[:first],
-                "completion_ids": [sequence[at] for at in places],
-                "mask": trained,
-                "logprobs": [
-                    known[i][at] if t and not unknown else math.nan
-                    for at, t in zip(places, trained)
-                ],
-                "score": float(scores[i]),
-                "group_mean": 0.0 if alone and single == "raw" else mean,
-                "group_std": math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
-                "token_advantages": (
-                    None
-                    if advantages[i] is None or sft[i]
-                    else [to_float32(advantages[i][at]) for at in places]
-                ),
-                "zero_advantage": any(
-                    one.get("set_advantage_to_zero") for one in (of_group, asked[i])
-                )
-                or (alone and single == "zero"),
-                "raw_advantage": alone and single == "raw",
-                "sft": sft[i],
-                "rewards": {**parts(of_group), **parts(asked[i])} or None,
-                "env_id": env_id,
-                "distill": None
-                if teachers[i] is None
-                else [pairs_of(teachers[i][at]) for at in places],
-                "messages": messages_of(group.get("messages"), i, count),
-            }
-        )
-    return rows
+def demand_vocabulary(sequence: Sequence, vocabulary: int) -> None:
+    demand(all(token < vocabulary for token in sequence.tokens))
+    for position in sequence.teacher or []:
+        demand(all(token < vocabulary for token, _ in position))
+
+
+def are_placeholders(sequences: list[Sequence]) -> bool:
+    """Whether all have the tokens 0, 1, 2, ..., which Atropos sends for a server without tokens."""
+    length = len(sequences[0].tokens)
+    if len(sequences) == 1 or length <= 1:
+        return False
+    return all(sequence.tokens == list(range(length)) for sequence in sequences)
+
+
+def row_of(sequence: Sequence, places: range) -> dict[str, Any]:
+    trained = [sequence.mask[place] != -100 for place in places]
+    sft = sequence.asks("sft")
+    logprobs = [math.nan] * len(places)
+    if sequence.logprobs is not None and not sft:
+        for i, place in enumerate(places):
+            if trained[i]:
+                logprobs[i] = sequence.logprobs[place]
+    advantages = None
+    if sequence.advantages is not None and not sft:
+        advantages = [to_float32(sequence.advantages[place]) for place in places]
+    distill = None
+    if sequence.teacher is not None:
+        distill = [pairs_of(sequence.teacher[place]) for place in places]
+    rewards = {}
+    for override in sequence.overrides:
+        rewards |= parts(override)
+    return {
+        "prompt_ids": sequence.tokens[: places.start],
+        "completion_ids": sequence.tokens[places.start : places.stop],
+        "mask": trained,
+        "logprobs": logprobs,
+        "score": float(sequence.score),
+        "token_advantages": advantages,
+        "zero_advantage": sequence.asks("set_advantage_to_zero"),
+        "sft": sft,
+        "rewards": rewards or None,
+        "distill": distill,
+        "messages": sequence.messages,
+    }
 
 
 def differs(value: dict[str, Any], sampled_at: float) -> bool:
