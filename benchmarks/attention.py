@@ -5,6 +5,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -108,8 +109,17 @@ def run(options: argparse.Namespace) -> dict:
     }
 
 
+@dataclass
+class Runs:
+    """What one kernel did with a row."""
+
+    durations: list[tuple[float, float]] = field(default_factory=list)  # seconds, of both passes
+    results: list | None = None  # of the last run, with gradients
+    why_not: str | None = None  # the reason why it cannot run
+
+
 def measure(options: argparse.Namespace, tokens: int, device: Any) -> list[dict]:
-    """Returns a row of the table for each kernel. The kernels take turns."""
+    """Returns a row of the table for each kernel."""
     import torch
 
     from trl_atropos.batches.attention_kernels import AttentionShape, Row
@@ -124,46 +134,61 @@ def measure(options: argparse.Namespace, tokens: int, device: Any) -> list[dict]
         scaling=None,
     )
     row = Row.of(shape, [(tokens, tokens)], device, getattr(torch, dtype()))
-    gradient = torch.randn_like(row.states[0].transpose(1, 2))
-    kernels: dict[str, Callable[..., Any]] = {}
-    results: dict[str, list] = {}
-    durations: dict[str, list[tuple[float, float]]] = {}
-    reasons: dict[str, str] = {}
-    for _ in range(WARM_UP + options.rounds):
-        for name in options.kernels:
-            if name in reasons:
-                continue
-            try:
-                if name not in kernels:
-                    kernels[name] = _kernel(name, row)
-                seconds, results[name] = timed(name, kernels[name], row, gradient)
-            except Exception as error:  # noqa: BLE001 - whatever a kernel or its absence raises
-                reasons[name] = str(error).strip().partition("\n")[0][:60]
-                continue
-            durations.setdefault(name, []).append(seconds)
+    runs = _in_turns(options.kernels, WARM_UP + options.rounds, row)
+    expected = None
+    if "torch" in runs:
+        expected = runs["torch"].results
+    pairs = tokens * (tokens + 1) / 2
+    flops = 12 * shape.heads * shape.head_dim * pairs
     measured = []
-    for name in options.kernels:
-        measured.append({"tokens": tokens, "kernel": name})
-        if name in reasons:
-            measured[-1]["why_not"] = reasons[name]
-            continue
-        counted = durations[name][WARM_UP:]
-        forward = statistics.median(seconds for seconds, _ in counted)
-        backward = statistics.median(seconds for _, seconds in counted)
-        pairs = tokens * (tokens + 1) / 2
-        flops = 12 * shape.heads * shape.head_dim * pairs
-        measured[-1] |= {
-            "forward_ms": forward * 1e3,
-            "backward_ms": backward * 1e3,
-            "first_ms": sum(durations[name][0]) * 1e3,
-            "tflops_per_s": flops / (forward + backward) / 1e12,
-            "error": _difference(results[name], results.get("torch")),
-        }
-    best = max((row.get("tflops_per_s", 0.0) for row in measured), default=0.0)
+    for name, own in runs.items():
+        described = {"tokens": tokens, "kernel": name}
+        if own.why_not is None:
+            described |= _figures(own, flops, expected)
+        else:
+            described["why_not"] = own.why_not
+        measured.append(described)
+    best = max((one.get("tflops_per_s", 0.0) for one in measured), default=0.0)
     for one in measured:
         if "tflops_per_s" in one:
             one["of_best"] = one["tflops_per_s"] / best
     return measured
+
+
+def _in_turns(names: Sequence[str], rounds: int, row: Any) -> dict[str, Runs]:
+    """Runs each kernel once a round, so that all of them meet the same noise."""
+    import torch
+
+    gradient = torch.randn_like(row.states[0].transpose(1, 2))
+    kernels: dict[str, Callable[..., Any]] = {}
+    runs = {name: Runs() for name in names}
+    for _ in range(rounds):
+        for name, own in runs.items():
+            if own.why_not is not None:
+                continue
+            try:
+                if name not in kernels:
+                    kernels[name] = _kernel(name, row)
+                seconds, own.results = timed(name, kernels[name], row, gradient)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel or its absence raises
+                own.why_not = str(error).strip().partition("\n")[0][:60]
+                continue
+            own.durations.append(seconds)
+    return runs
+
+
+def _figures(runs: Runs, flops: float, expected: list | None) -> dict[str, Any]:
+    """Returns what the table says of a kernel that ran, for so many operations in both passes."""
+    counted = runs.durations[WARM_UP:]
+    forward = statistics.median(seconds for seconds, _ in counted)
+    backward = statistics.median(seconds for _, seconds in counted)
+    return {
+        "forward_ms": forward * 1e3,
+        "backward_ms": backward * 1e3,
+        "first_ms": sum(runs.durations[0]) * 1e3,
+        "tflops_per_s": flops / (forward + backward) / 1e12,
+        "error": _difference(runs.results, expected),
+    }
 
 
 def timed(
