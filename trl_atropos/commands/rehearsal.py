@@ -62,37 +62,46 @@ def main(launcher: list[str], settings: list[str]) -> None:
         launch = _launch_of(launcher)
         with activity("Reading the recipe"):
             recipe = read(settings, stated_settings(settings), launch)
-        specs = recipe.environments
-        runs_agents = recipe.runs_agents
-        if runs_agents:
-            close_to_others()
-        recipe = replace(
-            recipe, environments=[], services=replace(recipe.services, start_atropos=False)
-        )
-        if not specs:
+        if not recipe.environments:
             raise AtroposTrainingError(
                 "The recipe names no environment", fix="Put its path under `environments`."
             )
-        if recipe.services.start_vllm:
-            # Environments start before the server, whose token opens their sessions.
-            keep_token(control_token())
-            # enough for a group
-            recipe = recipe.with_training(vllm_server_base_url=recipe.training.vllm_server_urls[0])
-        recipe = recipe.with_training(output_dir=os.path.join(recipe.training.output_dir, "try"))
-        logs = os.path.join(recipe.training.output_dir, "logs")
-        with Services(logs, runs_agents) as services:
-            # they load while the server starts
-            started = [_start(recipe, spec, services) for spec in specs]
-            start_services(recipe, services)  # raises if one of them ends before the server is up
-            for service in started:
-                service.ends = True
-            _require_servers(recipe)
-            good = []
-            for spec, service in zip(specs, started, strict=True):
-                good.append(_try(recipe, spec, services, service))
+        if recipe.runs_agents:
+            close_to_others()
+        good = _try_all(recipe)
     except AtroposTrainingError as error:
         sys.exit(fitted(f"\ntrl-atropos try: {error}"))
     sys.exit(0 if all(good) else 1)
+
+
+def _try_all(recipe: Recipe) -> list[bool]:
+    """Shows one group of each environment. Returns whether a run would train on them."""
+    if recipe.services.start_vllm:
+        # Environments start before the server, whose token opens their sessions.
+        keep_token(control_token())
+    serving = _serving_only(recipe)
+    logs = os.path.join(serving.training.output_dir, "logs")
+    with Services(logs, recipe.runs_agents) as services:
+        # they load while the server starts
+        started = [_start(serving, spec, services) for spec in recipe.environments]
+        start_services(serving, services)  # raises if one of them ends before the server is up
+        for service in started:
+            service.ends = True
+        _require_servers(serving)
+        good = []
+        for spec, service in zip(recipe.environments, started, strict=True):
+            good.append(_try(serving, spec, services, service))
+    return good
+
+
+def _serving_only(recipe: Recipe) -> Recipe:
+    """Returns the recipe with a server, if it starts some, and nothing else to start. It writes
+    into the folder `try` of the run's."""
+    services = replace(recipe.services, start_atropos=False)
+    changes = {"output_dir": os.path.join(recipe.training.output_dir, "try")}
+    if services.start_vllm:  # one is enough for a group
+        changes["vllm_server_base_url"] = recipe.training.vllm_server_urls[0]
+    return replace(recipe, environments=[], services=services).with_training(**changes)
 
 
 def _launch_of(launcher: list[str]) -> Launch:
