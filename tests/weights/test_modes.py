@@ -146,36 +146,42 @@ def test_server_and_trainer_agree_under_load(live: Live, tmp_path):
         with Clients(live.server) as clients:
             trainer.train()
         sampled = [request for request in clients.requests if request.sampled is not None]
-        check_whole(
-            publisher,
-            trainer.model,
-            [r.sampled for r in sampled if r.began > publisher.seen[0].ended],
-        )
-    assert [one.version for one in publisher.seen] == sorted({*range(0, steps + 1, every), steps})
-    compared = [one for one in publisher.seen if one.error is not None]
-    assert {one.version for one in compared} >= set(range(0, BATCHES + 1, every))
-    wrong = [(one.version, one.error) for one in compared if one.error > tolerance(publisher)]
-    assert wrong == []
-    least = max(1e-3, 2 * tolerance(publisher))
-    unchanged = [(one.version, one.change) for one in compared[1:] if one.change <= least]
-    assert unchanged == [], trainer.state.log_history
-    others = publisher.seen[1:]  # before the first, nobody asked
+        first = publisher.seen[0]
+        later = [request.sampled for request in sampled if request.began > first.ended]
+        check_whole(publisher, trainer.model, later)
+    published = [one.version for one in publisher.seen]
+    assert published == sorted({*range(0, steps + 1, every), steps})
+    check_versions(publisher, set(range(0, BATCHES + 1, every)))
     assert [request.failure for request in clients.requests if request.failure] == []
     assert {request.route for request in clients.requests} == {"/generate", "/v1/completions"}
-    if restarts:  # what was in flight has finished before, what came meanwhile has waited
-        assert all(
-            any(r.began < one.began < r.ended < one.ended for r in sampled) for one in others
-        )
-        assert all(
-            any(one.began < r.began < one.ended < r.ended for r in sampled) for one in others
-        )
-    else:
-        quiet = [
-            one
-            for one in others
-            if not one.crossed and not any(crosses(request, one) for request in sampled)
-        ]
-        assert [one.version for one in quiet] == []
+    others = publisher.seen[1:]  # before the first, nobody asked
+    if restarts:
+        check_waited(others, sampled)
+        return
+    quiet = []
+    for one in others:
+        if not one.crossed and not any(crosses(request, one) for request in sampled):
+            quiet.append(one.version)
+    assert quiet == []
+
+
+def check_versions(publisher: WatchedPublisher, least: set[int]) -> None:
+    """Of every version that was compared, `least` among them, the server and the trainer computed
+    the same, and no two neighbours did."""
+    compared = [one for one in publisher.seen if one.error is not None]
+    assert {one.version for one in compared} >= least
+    wrong = [(one.version, one.error) for one in compared if one.error > tolerance(publisher)]
+    assert wrong == []
+    visible = max(1e-3, 2 * tolerance(publisher))
+    unchanged = [(one.version, one.change) for one in compared[1:] if one.change <= visible]
+    assert unchanged == []
+
+
+def check_waited(publishes: list[Publish], sampled: list[Request]) -> None:
+    """At a restart, what was in flight has finished before, and what came meanwhile has waited."""
+    for one in publishes:
+        assert any(r.began < one.began < r.ended < one.ended for r in sampled), one
+        assert any(one.began < r.began < one.ended < r.ended for r in sampled), one
 
 
 def check_whole(
