@@ -11,6 +11,7 @@ correction for the sampler TRL is told that a vLLM sampled. Everything else is i
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,67 @@ class AsIfOfVLLM(TrainerCallback):
         self._trainer._last_loaded_step = state.global_step
 
 
+@dataclass
+class Comparison:
+    """One recording, on which TRL's trainer and ours train."""
+
+    model: Path
+    folder: Path
+    run: dict[str, Any]  # settings of all trainers
+    batches: list[list[Group]]  # one for each generation batch
+    recording: str  # of them
+    corrected: bool  # for the sampler
+    peft: dict[str, Any]
+
+    def ours(
+        self, trainer_class: type[AtroposGRPOTrainer], config_class: type[AtroposGRPOConfig]
+    ) -> tuple[AtroposGRPOTrainer, list[torch.Tensor]]:
+        """Trains. Returns the trainer, and the states of torch's random numbers at every pull."""
+        folder = self.folder / trainer_class.__name__
+        source = WatchedReplay(self.recording)
+        source.random_states = []
+        config = config_class(
+            **arguments(folder, **self.run),
+            replay_paths=["given as rollout_source"],
+            vllm_importance_sampling_correction=self.corrected,
+        )
+        trainer = trainer_class(str(self.model), args=config, rollout_source=source, **self.peft)
+        trainer.train()
+        return trainer, source.random_states
+
+    def theirs(self) -> tuple[GRPOTrainer, list[torch.Tensor]]:
+        """The same with TRL's own trainer."""
+        pulled = iter(self.batches)
+        random_states = []
+
+        def rollout_func(prompts, trainer):
+            random_states.append(torch.get_rng_state())
+            return trl_rollouts(next(pulled))
+
+        config = GRPOConfig(
+            **arguments(
+                self.folder / "theirs",
+                num_generations=GROUP_SIZE,
+                shuffle_dataset=False,
+                **self.run,
+            )
+        )
+        # one generation to spare: no epoch ends in the run
+        groups = (len(self.batches) + 1) * len(self.batches[0])
+        trainer = GRPOTrainer(
+            str(self.model),
+            reward_funcs=[atropos_score],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": [""] * groups}),
+            rollout_func=rollout_func,
+            **self.peft,
+        )
+        if self.corrected:
+            trainer.add_callback(AsIfOfVLLM(trainer))
+        trainer.train()
+        return trainer, random_states
+
+
 def compare(
     model: Path,
     folder: Path,
@@ -154,81 +216,56 @@ def compare(
     run = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, **settings}
     accumulation = settings.get("gradient_accumulation_steps", 1)
     per_generation = settings.get("steps_per_generation", accumulation)
-    rows = BATCH * per_generation
-    generations = math.ceil(
-        STEPS * accumulation / (per_generation * settings.get("num_iterations", 1))
-    )
-    batches = [
-        uniform_batch(model, GROUP_SIZE, rows // GROUP_SIZE, seed, logprobs="some")
-        for seed in range(generations)
-    ]
+    uses = per_generation * settings.get("num_iterations", 1)  # training steps of a batch
+    generations = math.ceil(STEPS * accumulation / uses)
+    groups = BATCH * per_generation // GROUP_SIZE
+    batches = []
+    for seed in range(generations):
+        batches.append(uniform_batch(model, GROUP_SIZE, groups, seed, logprobs="some"))
     # one row that did not come to an end
     batches[0][0]["tokens"][0][-1] = batches[0][0]["masks"][0][-1] = 65
     if alike_groups:
         batches[-1][-1]["scores"] = [0.25] * GROUP_SIZE  # one group without variance
     peft = {"peft_config": LoraConfig(**lora)} if lora else {}
-
     recording = record(folder / "rollouts.jsonl", *batches)
+    comparison = Comparison(model, folder, run, batches, recording, corrected, peft)
 
-    def train(trainer_class: type[AtroposGRPOTrainer], config_class: type[AtroposGRPOConfig]):
-        source = WatchedReplay(recording)
-        source.random_states = []
-        config = config_class(
-            **arguments(folder / trainer_class.__name__, **run),
-            replay_paths=["given as rollout_source"],
-            vllm_importance_sampling_correction=corrected,
-        )
-        trainer = trainer_class(str(model), args=config, rollout_source=source, **peft)
-        trainer.train()
-        return trainer, source.random_states
-
-    padded, padded_states = train(PaddedTrainer, AsDrawnConfig)
+    padded, padded_states = comparison.ours(PaddedTrainer, AsDrawnConfig)
     # Which step a row comes to is drawn at random, and not by the same generator.
     is_one_step = per_generation == accumulation
-    ours, states = train(AtroposGRPOTrainer, AtroposGRPOConfig if is_one_step else AsDrawnConfig)
-
-    pulled, random_states = iter(batches), []
-
-    def rollout_func(prompts, trainer):
-        random_states.append(torch.get_rng_state())
-        return trl_rollouts(next(pulled))
-
-    # one generation to spare: no epoch ends in the run
-    prompts = [""] * ((generations + 1) * rows // GROUP_SIZE)
-    theirs = GRPOTrainer(
-        str(model),
-        reward_funcs=[atropos_score],
-        args=GRPOConfig(
-            **arguments(
-                folder / "theirs", num_generations=GROUP_SIZE, shuffle_dataset=False, **run
-            ),
-        ),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        rollout_func=rollout_func,
-        **peft,
+    ours, states = comparison.ours(
+        AtroposGRPOTrainer, AtroposGRPOConfig if is_one_step else AsDrawnConfig
     )
-    if corrected:
-        theirs.add_callback(AsIfOfVLLM(theirs))
-    theirs.train()
+    theirs, random_states = comparison.theirs()
 
     assert len(random_states) == generations
     for mine in (padded_states, states):
-        assert len(mine) == generations
-        assert all(torch.equal(a, b) for a, b in zip(mine, random_states))
+        assert all(map(torch.equal, mine, random_states)) and len(mine) == generations
     log = logged(theirs)
     assert len(log) == STEPS
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in log)
-    for mine, other in zip(logged(padded), log, strict=True):
-        assert {name: mine[name] for name in other} == other
-    for (name, mine), (_, other) in zip(
-        padded.model.named_parameters(), theirs.model.named_parameters(), strict=True
-    ):
-        assert torch.equal(mine, other), name
-    rounding = 5e-6 if corrected else 1e-6
+    require_equal(padded, theirs)
     # the ratios of whole rollouts multiply those of their tokens, and their rounding
     of_whole_rollouts = "sequence" in run.get("vllm_importance_sampling_mode", "")
-    relative = 2e-4 if of_whole_rollouts else 1e-4
-    for mine, other in zip(logged(ours), log, strict=True):
+    require_close(ours, theirs, corrected, 2e-4 if of_whole_rollouts else 1e-4)
+    return log
+
+
+def require_equal(padded: AtroposGRPOTrainer, theirs: GRPOTrainer) -> None:
+    """Rows padded as TRL pads them give the same numbers, to the last bit."""
+    for mine, other in zip(logged(padded), logged(theirs), strict=True):
+        assert {name: mine[name] for name in other} == other
+    parameters = zip(padded.model.named_parameters(), theirs.model.named_parameters(), strict=True)
+    for (name, mine), (_, other) in parameters:
+        assert torch.equal(mine, other), name
+
+
+def require_close(
+    ours: AtroposGRPOTrainer, theirs: GRPOTrainer, corrected: bool, relative: float
+) -> None:
+    """Packed rows give the same numbers, within float32's rounding."""
+    rounding = 5e-6 if corrected else 1e-6
+    for mine, other in zip(logged(ours), logged(theirs), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=relative, abs=rounding)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         of_sampling = [name for name in other if name.startswith("sampling/")]
@@ -236,7 +273,6 @@ def compare(
         assert len(of_sampling) == 5 * (corrected and "reward" in other)
         for name in of_sampling:
             assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
-    return log
 
 
 def logged(trainer: GRPOTrainer) -> list[dict[str, Any]]:
