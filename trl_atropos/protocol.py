@@ -35,6 +35,10 @@ LONGEST_QUERY = 128
 ADAPTER_NAME = "policy"  # name of the trained adapter on the server, whatever its version
 EVALUATION_KEY = "evaluation-"  # beginning of the API keys by which servers know evaluations
 SESSION_PREFIX = "/s"  # of the routes of sessions: `/s/ID/v1/...`
+# header of a `/generate` request whose sender reads no text, and its value. As in
+# `environment_site/environment_sampling.py`, which runs where this package may not be installed.
+ANSWER_HEADER = "x-trl-atropos-answer"
+NUMBERS = "numbers"
 # begins the names of sessions' counts in a run's log, each of which is since the entry before
 SESSION_METRICS = "sessions/"
 

@@ -73,6 +73,7 @@ KNOWN = {
     "_replace",
     "_run_evaluate",
     "_schema",
+    "_tokens_and_logprobs_completion_wrapper",
     "_unsafe_view",
 }
 

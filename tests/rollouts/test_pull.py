@@ -16,7 +16,7 @@ import pytest
 from tests.forge import WITHOUT_TORCH
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.environment_entry import EnvironmentSpec
+from trl_atropos.environment_entry import SITE, EnvironmentSpec
 from trl_atropos.services.environment_metrics import ALL_FAILED
 from trl_atropos.services.environments import EnvironmentLog, Supervisor
 
@@ -446,3 +446,17 @@ BaseEnv._post_json_with_compression(None, Session(), "http://api", {"tokens": [1
 @pytest.mark.parametrize(("entry", "encoding"), [("path", "None"), ("command", "gzip")])
 def test_runner_alone_sends_groups_as_they_are(entry, encoding):
     assert printed(SENT, entry) == f"{encoding}\n"
+
+
+@pytest.mark.parametrize("runner", ["run.py", "groups.py"])
+def test_environment_with_path_reads_lists_of_numbers(runner, tmp_path):
+    script = tmp_path / "mine.py"
+    method = "VLLMServer._tokens_and_logprobs_completion_wrapper"
+    script.write_text(
+        "from atroposlib.envs.server_handling.vllm_server import VLLMServer\n"
+        f"print(hasattr({method}, '__wrapped__'))\n"
+    )
+    command = [sys.executable, f"{SITE}/{runner}", script, "process", "--config", tmp_path / "none"]
+    env = variables(**WITHOUT_TORCH)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr

@@ -2,9 +2,11 @@
 sample by."""
 
 import asyncio
+import http.server
 import json
 import re
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +17,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_atropos.environment_site.environment_sampling import read_lists
+from trl_atropos.protocol import ANSWER_HEADER, NUMBERS, completion_key
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.tolerance import Tolerance
 
@@ -65,6 +69,36 @@ def test_n_completions_come_back_in_every_list(server):
         int(next(iter(e[0]))) == t
         for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True)
     )
+
+
+def ask_for_numbers(server, **body) -> requests.Response:
+    headers = {ANSWER_HEADER: NUMBERS}
+    return requests.post(f"{server.url}/generate", json=body, headers=headers, timeout=60)
+
+
+def test_answer_of_numbers_says_the_same_without_text(server, tolerance):
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 12, "temperature": 0.0}
+    whole = server.generate(**body)
+    numbers = ask_for_numbers(server, logprobs=0, **body)
+    assert numbers.headers["x-policy-version"] == whole.headers["x-policy-version"]
+    expected = whole.json()
+    answer = numbers.json()
+    (values,) = answer.pop("sampled_logprobs")
+    assert values == pytest.approx(sampled(expected)[0], abs=tolerance)
+    for name in ("text", "prompt", "logprobs"):
+        del expected[name]
+    assert answer == expected
+
+
+def test_answer_of_numbers_knows_stop_strings(server, server_model):
+    fields = {"max_tokens": 40, "stop": ["a"], "temperature": 2.0}
+    answer = ask_for_numbers(server, prompt="abc=", n=32, **fields).json()
+    assert set(answer["finish_reasons"]) == {"stop", "length"} and "text" not in answer
+    assert "sampled_logprobs" not in answer  # nobody asked for them
+    tokenizer = AutoTokenizer.from_pretrained(server_model)
+    texts = tokenizer.batch_decode(answer["token_ids"], skip_special_tokens=True)
+    assert any(text.endswith("a") for text in texts)
+    assert not any("a" in text[:-1] for text in texts)
 
 
 @pytest.mark.skipif(
@@ -166,7 +200,17 @@ def test_prompt_logprobs_are_flat_floats(server, reference, tolerance):
     )
 
 
-def test_atroposlib_client_gets_tokens_and_logprobs(server, server_model, reference, tolerance):
+class ReadingLists(VLLMServer):
+    """Atropos' client in the process of an environment that has a `path`."""
+
+
+read_lists(ReadingLists)
+
+
+@pytest.mark.parametrize("client_class", [VLLMServer, ReadingLists])
+def test_atroposlib_client_gets_tokens_and_logprobs(
+    server, server_model, reference, tolerance, client_class
+):
     config = APIServerConfig(
         model_name="any name",
         tokenizer_name=server_model,
@@ -176,7 +220,7 @@ def test_atroposlib_client_gets_tokens_and_logprobs(server, server_model, refere
     )
 
     async def ask():
-        client = VLLMServer(config)
+        client = client_class(config)
         completion = await client.tokens_and_logprobs_completion(
             prompt="abc=", n=4, max_tokens=8, temperature=1.0
         )
@@ -188,6 +232,45 @@ def test_atroposlib_client_gets_tokens_and_logprobs(server, server_model, refere
     for ids, lps in zip(tokens, values, strict=True):
         assert torch.allclose(torch.tensor(lps), logps(reference, prompt, ids), atol=tolerance)
     assert scores["prompt_tokens"] == PROMPT
+    assert {type(token) for ids in tokens for token in ids} == {int}
+    assert set(reasons) <= {"stop", "length"}
+    # so that each is known by its values: what samples it is noted under them
+    keys = [completion_key(prompt, *each) for each in zip(tokens, values, strict=True)]
+    query = {"keys": [key.hex() for key in keys]}
+    assert all(server.control("POST", "/versions", query).json()["versions"])
+
+
+def test_client_of_lists_reads_servers_that_do_not_know_them(server, server_model):
+    """As a server of another program answers: whatever the header says."""
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 6}
+    usual = server.generate(**body)
+
+    class Usual(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(usual.content)))
+            self.end_headers()
+            self.wfile.write(usual.content)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Usual) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        config = APIServerConfig(
+            model_name="any name",
+            tokenizer_name=server_model,
+            base_url=f"http://127.0.0.1:{other.server_address[1]}/v1",
+            api_key="x",
+            server_type="vllm",
+        )
+        client = ReadingLists(config)
+        read = asyncio.run(client.tokens_and_logprobs_completion(input_ids=PROMPT, n=2))
+        other.shutdown()
+    answer = usual.json()
+    assert read == (PROMPT, answer["token_ids"], sampled(answer), answer["finish_reasons"])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ import traceback
 from environment_contract import check_groups
 from environment_words import describe, place_of
 from run import (
+    ask_for_numbers,
     begin,
     carry_fields,
     check_environment,
@@ -129,6 +130,7 @@ def write_line(output, index, fields):
 def main():
     begin()
     base = import_base()
+    ask_for_numbers()
     carry_fields(base)
     check_environment(base)
     base.process_manager = process_manager

@@ -17,6 +17,8 @@
 - Atropos ends groups that are being sampled if it counts too many. Here they go on: see
   `keep_running_groups`.
 - Atropos compresses what it sends, which takes longer than to send it: see `send_uncompressed`.
+- Atropos reads each log-probability of a vLLM server from a dictionary of its own. Here it asks for
+  lists: see `environment_sampling.py`.
 - What a method returns is checked (`environment_contract.py`), and the log's last line says why the
   process ends (`environment_words.py`), also if the script only came to its end.
 
@@ -85,6 +87,13 @@ class MainLoopClock:
         if 0 < self._idle_looks <= QUICK_LOOKS:
             delay = QUICK_SLEEP
         await asyncio.sleep(delay)
+
+
+def ask_for_numbers():
+    """Makes Atropos' client of a vLLM server read lists: see `environment_sampling.py`."""
+    from environment_sampling import read_lists  # imports what Atropos imports, if it is there
+
+    read_lists()
 
 
 def shorten_sleeps(base):
@@ -309,6 +318,7 @@ def _useless(script, names, base):
 def main():
     begin()
     base = import_base()
+    ask_for_numbers()
     shorten_sleeps(base)
     keep_running_groups(base)
     carry_fields(base)

@@ -11,6 +11,10 @@ An Atropos environment with `server_type: vllm` samples from `/generate`. Reques
 [n][tokens][1] {"<token id>": float}, "prompt_token_ids": [...], "token_ids": [n][tokens]}`, as
 atroposlib 0.4.0 reads it in `envs/server_handling/vllm_server.py`, and with `prompt_logprobs: k`
 also `"prompt_logprobs": [null, {"<token id>": float, ...}, ...]`.
+
+With the header `x-trl-atropos-answer: numbers`, no text is made, and `"sampled_logprobs":
+[n][tokens]` has what `logprobs` would have. That is a tenth of the work for who reads it.
+`environment_site/environment_sampling.py` asks for it.
 """
 
 import dataclasses
@@ -35,7 +39,15 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from trl_atropos.protocol import RESHAPING_FIELDS, Note, SamplingSettings, Span, completion_key
+from trl_atropos.protocol import (
+    ANSWER_HEADER,
+    NUMBERS,
+    RESHAPING_FIELDS,
+    Note,
+    SamplingSettings,
+    Span,
+    completion_key,
+)
 from trl_atropos.server import compat, openai_logprobs, sampled_logprobs
 from trl_atropos.server.plane import (
     EVALUATION,
@@ -127,16 +139,20 @@ class Sampling:
         """Answers `POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole
         server."""
         body = await request.body()
-        work = answer(self._completions(body), "a /generate request", (compat.EngineDeadError,))
+        only_numbers = request.headers.get(ANSWER_HEADER) == NUMBERS
+        completions = self._completions(body, only_numbers)
+        work = answer(completions, "a /generate request", (compat.EngineDeadError,))
         # If the client goes away, this cancels the work, which aborts the request in the engine.
         task = await while_connected(work, request.receive)
         if task is not None:
             response = task.result()
             await response(request.scope, request.receive, send)
 
-    async def _completions(self, body: bytes) -> Response:
+    async def _completions(self, body: bytes, only_numbers: bool) -> Response:
         """Returns the answer to the body of a `/generate` request."""
         prompt, params = parse(body)
+        if only_numbers and not params.stop:  # which is looked for in the text
+            params.detokenize = False
         request_id = f"trl-atropos-{uuid.uuid4().hex}"
         try:
             # `parse` has asked for `FINAL_ONLY`: one output has all completions.
@@ -145,7 +161,7 @@ class Sampling:
                 spans = output_spans
         except compat.CLIENT_ERRORS as problem:
             raise Refused(str(problem), 400) from problem
-        reply = _reply(result, params)
+        reply = _reply(result, params, only_numbers)
         # `_reply` refuses a completion that was ended early, so that each has its span here.
         oldest = min(first for first, _ in spans)
         newest = max(last for _, last in spans)
@@ -435,22 +451,26 @@ def _finite(logprob: float) -> float:
 # ------------------------------------------------------------------------- the answer of /generate
 
 
-def _reply(result: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+def _reply(result: RequestOutput, params: SamplingParams, only_numbers: bool) -> dict[str, Any]:
     """Returns the answer's JSON. Raises `Refused` if the engine ended a completion early."""
     completions = sorted(result.outputs, key=attrgetter("index"))
     for completion in completions:
         if completion.finish_reason not in FINISHED:
             raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
     reply = {
-        "text": [completion.text for completion in completions],
-        "prompt": result.prompt or "",
         "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": [list(completion.token_ids) for completion in completions],
         "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, not computed anew
     }
+    if not only_numbers:
+        reply["text"] = [completion.text for completion in completions]
+        reply["prompt"] = result.prompt or ""
     if params.logprobs is not None:
-        reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
+        if only_numbers:
+            reply["sampled_logprobs"] = [_sampled_logprobs(each) for each in completions]
+        else:
+            reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
     if params.prompt_logprobs is not None:
         reply["prompt_logprobs"] = [_prompt_entry(entry) for entry in result.prompt_logprobs]
     return reply
