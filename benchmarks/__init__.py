@@ -13,6 +13,7 @@ from pathlib import Path
 BENCHMARKS = {  # one module each
     "weights": "how long new weights take to reach the server, by mode and size",
     "ingest": "how long a batch of rollouts takes from the socket to tensors",
+    "delivery": "how long a batch takes from a server's answers to the trainer",
     "loop": "whether sampling and training overlap; the whole loop beside TRL's",
     "step": "how many useful tokens a training step works off, beside TRL's own",
     "episodes": "how long a step takes on episodes that branch, and on shared prompts",

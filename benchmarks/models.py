@@ -136,7 +136,7 @@ def make_model(
 
     set_seed(0)
     fields = config_fields(size)
-    tokenizer = _byte_tokenizer(fields["vocab_size"] - VOCABULARY if words else 0)
+    tokenizer = byte_tokenizer(fields["vocab_size"] - VOCABULARY if words else 0)
     config = Qwen3Config(
         **fields,
         max_position_embeddings=positions,
@@ -192,8 +192,8 @@ def speak(model, tokenizer) -> None:
         outputs[:, 0] = 1 + logits.to(outputs) / hidden**0.5
 
 
-def _byte_tokenizer(words: int):
-    """Trainer and server compare their tokenizers, so there must be one."""
+def byte_tokenizer(words: int):
+    """Returns a tokenizer of bytes, of so many words, and of two special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

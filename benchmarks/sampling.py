@@ -28,14 +28,16 @@ from benchmarks.options import (
 )
 from benchmarks.sampling_targets import Question, start_targets
 from trl_atropos import __version__
+from trl_atropos.protocol import ANSWER_HEADER, NUMBERS
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
 Measure how fast the server samples, and what log-probabilities cost.
 
 Rows: the engine without a server (vLLM's AsyncLLM), and the server's routes, with N clients that
-take whole completions and ask again at once. "vLLM's" has `--fast_logprobs false`. "no engine" is a
-route that answers at once: what HTTP and JSON cost. Medians of rounds that take turns in a random
+take whole completions and ask again at once. "vLLM's" has `--fast_logprobs false`. "numbers" asks
+as environments do that have a `path`. "no engine" is a route that answers at once: what HTTP and
+JSON cost. Medians of rounds that take turns in a random
 order; a round counts as many answers as there are clients.
 
   tokens_per_s  tokens sampled per second
@@ -164,6 +166,11 @@ def _all_rows() -> list[Question]:
         rows.append(Question(without, "server", {}, route))
         rows.append(Question(f"{name}, vLLM's", "vLLM's server", fields, route, without))
         rows.append(Question(name, "server", fields, route, without))
+    without = "/generate, no log-probabilities"
+    headers = {ANSWER_HEADER: NUMBERS}
+    rows.append(
+        Question("/generate, numbers", "server", LOGPROBS, "/generate", without, headers=headers)
+    )
     rows += _session_rows()
     rows.append(Question("no engine", "echo", LOGPROBS, "/generate"))
     return rows

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -58,6 +58,7 @@ class Question:
     without: str | None = None  # the row that asks the same for no log-probabilities
     in_session: bool = False  # each client has a session, and asks below its URL
     plain: str | None = None  # the row whose processor time this one's is compared with
+    headers: dict[str, str] = field(default_factory=dict)  # of the request
 
 
 def start_targets(
@@ -198,7 +199,7 @@ class Server(Target):
 
             async def ask(client: int, tokens: int) -> None:
                 body = self._body(question, client, tokens)
-                await _post(session, f"{urls[client]}{question.route}", body)
+                await _post(session, f"{urls[client]}{question.route}", body, question.headers)
 
             return await measure(ask, clients, tokens, self.process)
 
@@ -244,8 +245,10 @@ class Echo(Server):
         self._service = services.start("echo", command, health_url=f"{self.url}/health")
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
-    headers = {"content-type": "application/json"}
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]
+) -> None:
+    headers = {"content-type": "application/json"} | headers
     async with session.post(url, data=body, headers=headers) as reply:
         content = await reply.read()
         if reply.status != 200:

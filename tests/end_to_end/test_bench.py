@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import attention, sampling
+from benchmarks import attention, delivery, sampling
 from benchmarks.models import make_model
 from benchmarks.packed_loop import PackedLoop, Row
 from benchmarks.processes import launched, run_variables
@@ -128,6 +128,16 @@ def test_trainers_of_step_benchmark_take_same_step():
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
+def test_delivery_is_measured_from_answers_to_rows():
+    options = argparse.Namespace(sequences=16, tokens=100, group_size=4, rounds=2)
+    result = delivery.run(options)
+    assert [row["answer"] for row in result["rows"]] == [*delivery.ANSWERS]
+    for row, line in zip(result["rows"], delivery.table(result).splitlines()[3:], strict=True):
+        assert row["answer"] in line
+        assert row["us_a_token"] == row["seconds"] / 1600 * 1e6
+        assert 0 < row["seconds"] < 60 and row["environment_us"] >= 0
+
+
 def test_attention_benchmark_names_kernels_that_are_not_there():
     options = argparse.Namespace(
         params="0.6B", tokens=[64, 128], kernels=[*attention.KERNELS], rounds=1
@@ -222,6 +232,7 @@ def test_whole_loop_is_measured_beside_that_of_trl(sides, tmp_path_factory):
         ),
         (["ingest", "--sequences", "9"], "--sequences 9 is not a multiple of --group_size 8"),
         (["ingest", "--rounds", "0"], "'0' is no number of 1 or more"),
+        (["delivery", "--sequences", "9"], "--sequences 9 is not a multiple of --group_size 8"),
         (["wheels"], "unknown benchmark 'wheels'. There are: weights, ingest"),
     ],
 )
