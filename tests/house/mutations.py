@@ -844,6 +844,18 @@ MUTATIONS: list[Mutation] = [
         "self._read_to += len(content)",
         "tests/services/test_environment_metrics.py::test_line_counts_once_it_is_whole",
     ),
+    Mutation(
+        "trl_atropos/environment_site/environment_sampling.py",
+        'if "sampled_logprobs" not in answer:',
+        'if "sampled_logprobs" in answer:',
+        "tests/server/test_generate.py::test_atroposlib_client_gets_tokens_and_logprobs",
+    ),
+    Mutation(
+        "trl_atropos/server/sampling.py",
+        "if only_numbers and not params.stop:",
+        "if only_numbers:",
+        "tests/server/test_generate.py::test_answer_of_numbers_knows_stop_strings",
+    ),
     # ------------------------------------------------------------------------------------- commands
     Mutation(
         "trl_atropos/commands/train.py",
