@@ -438,14 +438,52 @@ class Session:
         print(headers.get("Content-Encoding"))
 
 if "path" in sys.argv:
-    run.send_uncompressed(BaseEnv)
-BaseEnv._post_json_with_compression(None, Session(), "http://api", {"tokens": [1] * 10000})
+    run.send_quickly(BaseEnv)
+groups = {"tokens": [[1] * 10000]}, [{"tokens": [[1] * 10000]}]
+for payload in groups:
+    BaseEnv._post_json_with_compression(None, Session(), "http://api", payload)
 """
 
 
-@pytest.mark.parametrize(("entry", "encoding"), [("path", "None"), ("command", "gzip")])
+@pytest.mark.parametrize(("entry", "encoding"), [("path", "None\n"), ("command", "gzip\n")])
 def test_runner_alone_sends_groups_as_they_are(entry, encoding):
-    assert printed(SENT, entry) == f"{encoding}\n"
+    assert printed(SENT, entry) == 2 * encoding
+
+
+ENCODED = """
+import json, math, random, run
+import numpy as np
+
+draw = random.Random(0)
+numbers = [draw.uniform(-30, 0) for _ in range(20000)]
+numbers += [draw.uniform(-1, 1) * 10.0 ** draw.randint(-320, 300) for _ in range(20000)]
+numbers += [0.0, -0.0, 1e16, 1e22, 5e-324, 2**31, -(2**63), 2**80, math.inf, -math.inf, math.nan]
+groups = [
+    {},
+    {"tokens": [[1, 2], []], "inference_logprobs": [numbers], "scores": [0.5, True], "sft": None},
+    {"messages": [[{"content": "\\ud800 \\u00e9"}]], "advantages": [[1, None]], "masks": []},
+    {"a \\u00e9 b": [[np.float64(0.1)]], 5: [[1]], "tokens": [(1, 2)], "masks": [[True]]},
+]
+for group in groups:
+    read = json.loads(run.encoded(group))
+    expected = json.loads(json.dumps(group))
+    assert read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert repr(read[name]) == repr(value), name
+refused = [{1}], [[{1}]], [[b"1"]], [np.float32(1)], [[np.int64(1)]], np.zeros(1)
+for value in refused:
+    try:
+        run.encoded({"tokens": value})
+    except TypeError as error:
+        assert "is not JSON serializable" in str(error)
+    else:
+        raise AssertionError(value)
+print(len(refused))
+"""
+
+
+def test_group_is_encoded_as_by_atropos():
+    assert printed(ENCODED, "path") == "6\n"
 
 
 @pytest.mark.parametrize("runner", ["run.py", "groups.py"])

@@ -16,7 +16,7 @@
 - Atropos' main loop sleeps longer than it must. Here it sleeps less: see `MainLoopClock`.
 - Atropos ends groups that are being sampled if it counts too many. Here they go on: see
   `keep_running_groups`.
-- Atropos compresses what it sends, which takes longer than to send it: see `send_uncompressed`.
+- Atropos compresses what it sends, which takes longer than to send it: see `send_quickly`.
 - Atropos reads each log-probability of a vLLM server from a dictionary of its own. Here it asks for
   lists: see `environment_sampling.py`.
 - What a method returns is checked (`environment_contract.py`), and the log's last line says why the
@@ -30,6 +30,7 @@ Atropos itself imports only.
 import asyncio
 import difflib
 import functools
+import json
 import os
 import runpy
 import sys
@@ -194,13 +195,45 @@ def send_plain_rewards(base):
     base._send_scored_data_to_api = _send_scored_data_to_api
 
 
-def send_uncompressed(base):
-    """Makes `base`, Atropos' `BaseEnv`, send groups to the API as they are. Compressing takes 8
-    microseconds a token, in which the environment does nothing else: 1 second for a batch of
-    131,072 tokens, for which the trainer waits."""
-    base._post_json_with_compression = functools.partialmethod(
-        base._post_json_with_compression, minimum_size=float("inf")
-    )
+def send_quickly(base):
+    """Makes `base`, Atropos' `BaseEnv`, send a group to the API as it is, with its numbers encoded
+    by pydantic's core. To compress it takes 8 microseconds a token, and Python's encoder takes 1,
+    in which the environment does nothing else: 1.2 seconds for a batch of 131,072 tokens, for which
+    the trainer waits."""
+    post = base._post_json_with_compression
+
+    @functools.wraps(post)
+    def _post_json_with_compression(self, session, url, payload, *, minimum_size=float("inf")):
+        if type(payload) is not dict:
+            return post(self, session, url, payload, minimum_size=minimum_size)
+        headers = {"Content-Type": "application/json"}
+        return session.post(url, data=encoded(payload), headers=headers)
+
+    base._post_json_with_compression = _post_json_with_compression
+
+
+def encoded(group):
+    """Returns the JSON of a group, as Atropos makes it. Pydantic's core encodes lists of numbers
+    alone: it would also take what Atropos refuses, such as a set."""
+    from pydantic_core import to_json  # which Atropos imports, if it is there
+
+    fields = []
+    others = {}
+    for name, value in group.items():
+        if type(name) is str and _is_rows_of_numbers(value):
+            numbers = to_json(value, inf_nan_mode="constants")
+            fields.append(json.dumps(name).encode() + b": " + numbers)
+        else:
+            others[name] = value
+    if others:
+        fields.append(json.dumps(others).encode()[1:-1])
+    return b"{" + b", ".join(fields) + b"}"
+
+
+def _is_rows_of_numbers(value):
+    if type(value) is not list:
+        return False
+    return all(type(row) is list and set(map(type, row)) <= {int, float} for row in value)
 
 
 def make_rewards_plain(group):
@@ -323,7 +356,7 @@ def main():
     keep_running_groups(base)
     carry_fields(base)
     send_plain_rewards(base)
-    send_uncompressed(base)
+    send_quickly(base)
     record_metrics(base)
     check_sent_groups(base)
     check_environment(base)
