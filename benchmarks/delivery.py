@@ -24,12 +24,20 @@ import yaml
 from aiohttp import web
 
 from benchmarks.models import VOCABULARY, byte_tokenizer
-from benchmarks.options import add_rounds, aligned, give_result, new_parser, positive
+from benchmarks.options import (
+    add_batch_size,
+    add_rounds,
+    aligned,
+    give_result,
+    new_parser,
+    require_whole,
+)
+from benchmarks.sampling_load import processor_seconds
 from trl_atropos import __version__
 from trl_atropos.environment_entry import SITE, EnvironmentSpec
 from trl_atropos.protocol import ANSWER_HEADER, NUMBERS
 from trl_atropos.rollouts.api import AtroposClient, NoAnswer, Registration, join
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.manager import Services, free_port, port_of
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
@@ -57,28 +65,7 @@ WORDS = 30_000  # of the tokenizer
 
 def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("delivery", DESCRIPTION)
-    add = parser.add_argument
-    add(
-        "--sequences",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="in a batch (default: %(default)s)",
-    )
-    add(
-        "--tokens",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="in each of them (default: %(default)s)",
-    )
-    add(
-        "--group_size",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="sequences per group (default: %(default)s)",
-    )
+    add_batch_size(parser, sequences=128, tokens=1024)
     add_rounds(parser, 5)
     return parser
 
@@ -86,9 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
-    if options.sequences % options.group_size:
-        text = f"--sequences {options.sequences} is not a multiple of"
-        parser.error(f"{text} --group_size {options.group_size}")
+    require_whole(parser, options, "group_size")
     give_result(run, options, table)
 
 
@@ -127,7 +112,7 @@ class HeldAnswers:
     def _serve(self) -> None:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        port = int(self.url.rpartition(":")[2])
+        port = port_of(self.url)
         options = {"print": None, "handle_signals": False, "loop": self._loop}
         web.run_app(app, host="127.0.0.1", port=port, **options)
 
@@ -183,7 +168,7 @@ def _start(
 ) -> AtroposClient:
     """Starts the API and the environment. Returns a registered client."""
     url = f"http://127.0.0.1:{free_port()}"
-    port = url.rpartition(":")[2]
+    port = str(port_of(url))
     api = [sys.executable, "-m", "trl_atropos.rollouts.api", "--host", "127.0.0.1", "--port", port]
     services.start("atropos", api, health_url=f"{url}/")
     services.wait_healthy("atropos", TIMEOUT)
@@ -273,11 +258,7 @@ def _await_batch(client: AtroposClient, services: Services) -> None:
 
 def _worked(guard: int) -> float:
     """Returns the processor time of a guard's program, in seconds."""
-    total = 0.0
-    for process in psutil.Process(guard).children():
-        times = process.cpu_times()
-        total += times.user + times.system
-    return total
+    return sum(map(processor_seconds, psutil.Process(guard).children()))
 
 
 def table(result: dict) -> str:

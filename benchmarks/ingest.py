@@ -17,7 +17,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.options import add_rounds, give_result, new_parser, positive
+from benchmarks.options import (
+    add_batch_size,
+    add_rounds,
+    give_result,
+    new_parser,
+    require_whole,
+)
 from trl_atropos import __version__
 from trl_atropos.services.signals import install_handlers
 
@@ -39,28 +45,7 @@ TIMEOUT = 600.0  # seconds for one of the processes
 
 def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("ingest", DESCRIPTION)
-    add = parser.add_argument
-    add(
-        "--sequences",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="in the batch (default: %(default)s)",
-    )
-    add(
-        "--tokens",
-        type=positive,
-        default=4096,
-        metavar="N",
-        help="in each of them (default: %(default)s)",
-    )
-    add(
-        "--group_size",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="sequences per group (default: %(default)s)",
-    )
+    add_batch_size(parser, sequences=1024, tokens=4096)
     add_rounds(parser, 5)
     return parser
 
@@ -72,11 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(
             "--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more"
         )
-    if options.sequences % options.group_size:
-        parser.error(
-            f"--sequences {options.sequences} is not a multiple of --group_size "
-            f"{options.group_size}"
-        )
+    require_whole(parser, options, "group_size")
     if find_spec("orjson") is None:
         parser.error("orjson, which this compares with, is not installed: pip install orjson")
     give_result(run, options, table)

@@ -25,6 +25,7 @@ from benchmarks.options import (
     new_parser,
     one_of,
     positive,
+    require_whole,
 )
 from benchmarks.processes import run_to_end
 from trl_atropos import __version__
@@ -147,10 +148,7 @@ def _seconds(text: str) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
-    for name in ("group_size", "micro_batch"):
-        size = getattr(options, name)
-        if options.sequences % size:
-            parser.error(f"--sequences {options.sequences} is not a multiple of --{name} {size}")
+    require_whole(parser, options, "group_size", "micro_batch")
     if options.against:
         give_result(against_trl.run, options, against_trl.table)
         return

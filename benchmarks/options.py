@@ -83,6 +83,28 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list]:
     return parse_all
 
 
+def add_batch_size(parser: argparse.ArgumentParser, sequences: int, tokens: int) -> None:
+    """Adds the size of a batch of groups, with these defaults: `require_whole` checks it."""
+    sizes = {
+        "--sequences": (sequences, "in a batch"),
+        "--tokens": (tokens, "in each of them"),
+        "--group_size": (8, "sequences per group"),
+    }
+    for flag, (default, text) in sizes.items():
+        text += " (default: %(default)s)"
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
+
+
+def require_whole(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str
+) -> None:
+    """Exits with 2 if a batch cannot be divided into parts of the sizes with these names."""
+    for name in names:
+        size = getattr(options, name)
+        if options.sequences % size:
+            parser.error(f"--sequences {options.sequences} is not a multiple of --{name} {size}")
+
+
 def visible_gpus(chosen: str | None) -> list[str]:
     """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES: the chosen ones, or
     all; none on a machine without any."""

@@ -102,7 +102,9 @@ class _Window:
             self.full.set()
 
     def _clocks(self) -> "Clocks":
-        return Clocks(time.perf_counter(), _seconds(self._front), _seconds(self._engine))
+        return Clocks(
+            time.perf_counter(), processor_seconds(self._front), processor_seconds(self._engine)
+        )
 
     def figures(self, tokens: int) -> dict[str, float | None]:
         """Returns what the window measured, with `tokens` tokens in each answer."""
@@ -117,7 +119,8 @@ class _Window:
         return {"tokens_per_s": rate, "front_us": front_us, "engine_us": engine_us}
 
 
-def _seconds(process: psutil.Process | None) -> float:
+def processor_seconds(process: psutil.Process | None) -> float:
+    """Returns how long a process has worked, 0 for none."""
     if process is None:
         return 0.0
     times = process.cpu_times()

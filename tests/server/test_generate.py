@@ -17,7 +17,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_atropos.environment_site.environment_sampling import read_lists
+from benchmarks.ingest_roles import replying
+from trl_atropos.environment_site import environment_sampling
 from trl_atropos.protocol import ANSWER_HEADER, NUMBERS, completion_key
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.tolerance import Tolerance
@@ -200,27 +201,34 @@ def test_prompt_logprobs_are_flat_floats(server, reference, tolerance):
     )
 
 
+def config_of(url: str, model: str) -> APIServerConfig:
+    return APIServerConfig(
+        model_name="any name",
+        tokenizer_name=model,
+        base_url=f"{url}/v1",
+        api_key="x",
+        server_type="vllm",
+    )
+
+
 class ReadingLists(VLLMServer):
     """Atropos' client in the process of an environment that has a `path`."""
 
 
-read_lists(ReadingLists)
+environment_sampling.read_lists(ReadingLists)
+
+
+def test_client_of_lists_asks_with_header_that_server_knows():
+    asked = (environment_sampling.ANSWER_HEADER, environment_sampling.NUMBERS)
+    assert asked == (ANSWER_HEADER, NUMBERS)
 
 
 @pytest.mark.parametrize("client_class", [VLLMServer, ReadingLists])
 def test_atroposlib_client_gets_tokens_and_logprobs(
     server, server_model, reference, tolerance, client_class
 ):
-    config = APIServerConfig(
-        model_name="any name",
-        tokenizer_name=server_model,
-        base_url=f"{server.url}/v1",
-        api_key="x",
-        server_type="vllm",
-    )
-
     async def ask():
-        client = client_class(config)
+        client = client_class(config_of(server.url, server_model))
         completion = await client.tokens_and_logprobs_completion(
             prompt="abc=", n=4, max_tokens=8, temperature=1.0
         )
@@ -245,28 +253,15 @@ def test_client_of_lists_reads_servers_that_do_not_know_them(server, server_mode
     body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 6}
     usual = server.generate(**body)
 
-    class Usual(http.server.BaseHTTPRequestHandler):
+    class Usual(replying(usual.content)):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(usual.content)))
-            self.end_headers()
-            self.wfile.write(usual.content)
-
-        def log_message(self, *_):
-            pass
+            self.do_GET()
 
     with http.server.HTTPServer(("127.0.0.1", 0), Usual) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        config = APIServerConfig(
-            model_name="any name",
-            tokenizer_name=server_model,
-            base_url=f"http://127.0.0.1:{other.server_address[1]}/v1",
-            api_key="x",
-            server_type="vllm",
-        )
-        client = ReadingLists(config)
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        client = ReadingLists(config_of(url, server_model))
         read = asyncio.run(client.tokens_and_logprobs_completion(input_ids=PROMPT, n=2))
         other.shutdown()
     answer = usual.json()
