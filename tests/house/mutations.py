@@ -851,6 +851,30 @@ MUTATIONS: list[Mutation] = [
         "tests/server/test_generate.py::test_atroposlib_client_gets_tokens_and_logprobs",
     ),
     Mutation(
+        "trl_atropos/environment_site/environment_sampling.py",
+        'if self.content_type == "application/json":',
+        "if True:",
+        "tests/services/test_environment_runner.py::test_answer_that_is_not_called_json_is_not_read",
+    ),
+    Mutation(
+        "trl_atropos/environment_site/environment_connections.py",
+        "connector_owner=False",
+        "connector_owner=True",
+        "tests/services/test_environment_runner.py::test_requests_take_connections_that_are_idle",
+    ),
+    Mutation(
+        "trl_atropos/environment_site/environment_connections.py",
+        "keepalive_timeout=IDLE",
+        "keepalive_timeout=60",
+        "tests/services/test_environment_runner.py::test_connection_that_was_idle_for_long_is_not_taken",
+    ),
+    Mutation(
+        "trl_atropos/rollouts/api.py",
+        "        with suppress(ValueError):\n            return from_json(",
+        "        with suppress(TypeError):\n            return from_json(",
+        "tests/rollouts/test_api_requests.py::test_body_is_read_as_atropos_reads_it",
+    ),
+    Mutation(
         "trl_atropos/server/sampling.py",
         "if only_numbers and not params.stop:",
         "if only_numbers:",

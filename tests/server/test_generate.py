@@ -18,13 +18,14 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.ingest_roles import replying
-from trl_atropos.environment_site import environment_sampling
+from tests.environment_site import site_module
 from trl_atropos.protocol import ANSWER_HEADER, NUMBERS, completion_key
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 PROMPT = [64, 65, 66, 28]
+environment_sampling = site_module("environment_sampling")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@
 - Atropos compresses what it sends, which takes longer than to send it: see `send_quickly`.
 - Atropos reads each log-probability of a vLLM server from a dictionary of its own. Here it asks for
   lists: see `environment_sampling.py`.
+- Atropos opens a connection for each request. Here they are kept: see `environment_connections.py`.
 - What a method returns is checked (`environment_contract.py`), and the log's last line says why the
   process ends (`environment_words.py`), also if the script only came to its end.
 
@@ -95,6 +96,13 @@ def ask_for_numbers():
     from environment_sampling import read_lists  # imports what Atropos imports, if it is there
 
     read_lists()
+
+
+def keep_connections(base):
+    """Makes `base`, Atropos' `BaseEnv`, keep connections: see `environment_connections.py`."""
+    import environment_connections  # imports what Atropos imports, if it is there
+
+    environment_connections.keep_connections(base)
 
 
 def shorten_sleeps(base):
@@ -357,6 +365,7 @@ def main():
     carry_fields(base)
     send_plain_rewards(base)
     send_quickly(base)
+    keep_connections(base)
     record_metrics(base)
     check_sent_groups(base)
     check_environment(base)

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -420,13 +421,31 @@ def _remove_strays(state: Any) -> list[int]:
     return strays
 
 
+def reading_quickly(read: Callable) -> Callable:
+    """Returns the method of a request that reads its JSON. Pydantic's core does it in a sixth of
+    the time of Python's reader, and gives the same values. What it refuses is left to `read`."""
+    from pydantic_core import from_json
+
+    @wraps(read)
+    async def json(request: Any) -> Any:
+        with suppress(ValueError):
+            return from_json(await request.body())
+        return await read(request)
+
+    return json
+
+
 def main() -> None:
     """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of
-    environments, the other removes groups that keep the API from assembling batches. A batch is
-    encoded at once, with `null` for a NaN, for which Atropos would lose the batch."""
+    environments, the other removes groups that keep the API from assembling batches. Groups are
+    read quickly, and a batch is encoded at once, with `null` for a NaN, for which Atropos would
+    lose the batch."""
     from atroposlib.api import app
     from atroposlib.cli import run_api
     from fastapi import Response
+    from starlette.requests import Request
+
+    Request.json = reading_quickly(Request.json)
 
     # All are coroutines, so they run in the event loop, where no group is added at the same time.
     async def names() -> list[str]:
