@@ -5,14 +5,17 @@ import asyncio
 import os
 import subprocess
 import sys
-from types import ModuleType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import ContentTypeError, web
+from aiohttp.typedefs import Handler
 
 from tests.environment_site import site_module
 from tests.forge import WITHOUT_TORCH
 from trl_atropos.environment_entry import SITE, EnvironmentSpec
+from trl_atropos.services.manager import port_of
 
 
 def variables(**own: str) -> dict[str, str]:
@@ -210,113 +213,109 @@ def test_environment_with_path_reads_lists_of_numbers(runner, tmp_path):
 # ------------------------------------------------------------------------------------- connections
 
 
-@pytest.fixture
-def connections(monkeypatch) -> ModuleType:
-    """The module that keeps them, with a second in which they are idle."""
-    module = site_module("environment_connections")
-    monkeypatch.setattr(module, "IDLE", 1.0)
-    return module
+connections = site_module("environment_connections")
+
+
+@asynccontextmanager
+async def served(answer: Handler, port: int = 0) -> AsyncIterator[str]:
+    """A server on loopback that answers every GET with `answer`. Yields its URL."""
+    app = web.Application()
+    app.router.add_get("/{name:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        host, port = runner.addresses[0]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
 
 
 class Counting:
-    """A server on loopback. `/` answers with the number of the connection that a request came by;
-    `/slow` when there are two requests; `/last` likewise, and ends the connection."""
+    """Answers a request with the number of the connection that it came by: of two to `/both` the
+    first when the second is there, and one to `/last` as the last of its connection."""
 
     def __init__(self):
-        self._connections = []
-        self._two = asyncio.Event()
-        self._slow = 0
+        self._transports = []
+        self._both = asyncio.Barrier(2)
 
-    async def __aenter__(self) -> str:
-        app = web.Application()
-        app.router.add_get("/{name:.*}", self._answer)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0]
-        return f"http://{host}:{port}"
-
-    async def __aexit__(self, *error) -> None:
-        await self._runner.cleanup()
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        if request.transport not in self._connections:
-            self._connections.append(request.transport)
-        if request.path == "/slow":
-            self._slow += 1
-            if self._slow == 2:
-                self._two.set()
-            await self._two.wait()
-        response = web.Response(text=str(self._connections.index(request.transport)))
+    async def __call__(self, request: web.Request) -> web.Response:
+        if request.transport not in self._transports:
+            self._transports.append(request.transport)
+        if request.path == "/both":
+            await self._both.wait()
+        response = web.Response(text=str(self._transports.index(request.transport)))
         if request.path == "/last":
             response.force_close()
         return response
 
 
-async def asked(aiohttp, url: str) -> int:
+async def asked(url: str) -> int:
     """Asks as Atropos does, with a session for one request. Returns the connection's number."""
+    aiohttp = connections.KeptConnections()
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         return int(await answer.text())
 
 
-def test_requests_take_connections_that_are_idle(connections):
-    async def ask() -> list[int]:
-        kept = connections.KeptConnections()
-        async with Counting() as url:
-            numbers = [await asked(kept, url) for _ in range(3)]
-            numbers += sorted(
-                await asyncio.gather(asked(kept, f"{url}/slow"), asked(kept, f"{url}/slow"))
-            )
-            numbers.append(await asked(kept, f"{url}/last"))
-        return numbers
+def test_requests_take_connections_that_are_idle():
+    async def ask() -> tuple[list[int], list[int], int]:
+        async with served(Counting()) as url:
+            one_by_one = [await asked(url) for _ in range(3)]
+            at_once = await asyncio.gather(asked(f"{url}/both"), asked(f"{url}/both"))
+            return one_by_one, sorted(at_once), await asked(url)
 
-    first, second, third, *both, last = asyncio.run(ask())
-    assert (first, second, third) == (0, 0, 0)
-    assert both == [0, 1]  # two at once have one each
-    assert last in both
+    one_by_one, at_once, later = asyncio.run(ask())
+    assert one_by_one == [0, 0, 0]
+    assert at_once == [0, 1]
+    assert later in at_once
 
 
-def test_connection_that_was_idle_for_long_is_not_taken(connections, monkeypatch):
+def test_connection_that_was_idle_for_long_is_not_taken(monkeypatch):
     """The server may be closing it."""
     monkeypatch.setattr(connections, "IDLE", 0.2)
 
     async def ask() -> tuple[int, int]:
-        kept = connections.KeptConnections()
-        async with Counting() as url:
-            before = await asked(kept, url)
+        async with served(Counting()) as url:
+            before = await asked(url)
             await asyncio.sleep(0.5)
-            return before, await asked(kept, url)
+            return before, await asked(url)
 
     assert asyncio.run(ask()) == (0, 1)
 
 
-def test_request_behind_end_of_server_takes_new_connection(connections):
-    """A server that was started anew on the same port, as with `vllm_mode: restart`."""
-
+def test_connection_that_the_server_ends_is_not_taken():
     async def ask() -> tuple[int, int]:
-        kept = connections.KeptConnections()
-        async with Counting() as url:
-            before = await asked(kept, url)
-            await asked(kept, f"{url}/last")
-            return before, await asked(kept, url)
+        async with served(Counting()) as url:
+            return await asked(f"{url}/last"), await asked(url)
 
     assert asyncio.run(ask()) == (0, 1)
 
 
-def test_each_event_loop_has_connections_of_its_own(connections):
-    kept = connections.KeptConnections()
+def test_server_that_was_started_anew_is_asked():
+    """As with `vllm_mode: restart`: the connection that is kept leads to the server that ended."""
 
+    async def ask() -> list[int]:
+        counting = Counting()
+        async with served(counting) as url:
+            numbers = [await asked(url)]
+        async with served(counting, port_of(url)):
+            numbers.append(await asked(url))
+        return numbers
+
+    assert asyncio.run(ask()) == [0, 1]
+
+
+def test_each_event_loop_has_connections_of_its_own():
     async def ask() -> int:
-        async with Counting() as url:
-            return await asked(kept, url)
+        async with served(Counting()) as url:
+            return await asked(url)
 
     assert [asyncio.run(ask()), asyncio.run(ask())] == [0, 0]
 
 
 UNIQUE = """
 import asyncio, run, sys
-from aiohttp import ContentTypeError, web
+from aiohttp import web
 from atroposlib.envs.base import BaseEnv
 
 async def status(request):
@@ -368,18 +367,12 @@ def test_answer_that_is_not_called_json_is_not_read():
         return web.Response(text='{"sampled_logprobs": []}')
 
     async def ask() -> None:
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0]
-        try:
-            url = f"http://{host}:{port}"
-            async with client.ClientSession() as session, session.get(url) as answer:
-                await answer.json()
-        finally:
-            await runner.cleanup()
+        async with (
+            served(give) as url,
+            client.ClientSession() as session,
+            session.get(url) as answer,
+        ):
+            await answer.json()
 
-    app = web.Application()
-    app.router.add_get("/", give)
     with pytest.raises(ContentTypeError, match="text/plain"):
         asyncio.run(ask())
