@@ -269,13 +269,20 @@ def _medians(
 
 
 def _in_random_order(questions: list[Question], rng: random.Random) -> list[Question]:
-    """Returns the questions in a random order, but those that are compared with a plain row right
-    behind that one: what else a machine does changes from minute to minute."""
+    """Returns the questions in a random order, in which those that are compared with another stand
+    beside it: what else a machine does changes from second to second."""
+
+    def family(question: Question) -> list[Question]:
+        order = [question]
+        compared = [other for other in questions if question.name in (other.without, other.plain)]
+        for other in rng.sample(compared, len(compared)):
+            order += family(other)
+        return order if rng.random() < 0.5 else order[::-1]
+
+    firsts = [question for question in questions if not (question.without or question.plain)]
     order = []
-    for question in rng.sample(questions, len(questions)):
-        if question.plain is None:
-            compared = [other for other in questions if other.plain == question.name]
-            order += [question, *rng.sample(compared, len(compared))]
+    for question in rng.sample(firsts, len(firsts)):
+        order += family(question)
     return order
 
 
