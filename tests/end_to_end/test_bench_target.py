@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from transformers import TrainerControl
 
 from benchmarks.target import PROTOCOL, read_rows, rehearsal, run, summary, table
 from tests.forge import FORKED_ENGINES
+from tests.launching import ROOT
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench", "target"]
 PATIENCE = 900.0  # seconds for a rehearsal on a machine that is busy with other things
@@ -74,6 +76,22 @@ def test_rows_of_another_protocol_are_refused(tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert f"this one is {PROTOCOL.id}: name another file" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_page_says_what_the_kept_rows_say(tmp_path):
+    """The rows in the repository are of its protocol, and the page has their seconds."""
+    words = ["--summary", "--json", "--output", "benchmarks/target_rows.jsonl"]
+    words += ["--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    result = json.loads(done.stdout)
+    page = (ROOT / "docs/performance.md").read_text()
+    for side, name in (("ours", "ours"), ("trl", "TRL's")):
+        (line,) = re.findall(rf"^\| {name}, seconds \|(.*)\|$", page, re.MULTILINE)
+        *seconds, median = [float(text) for text in re.findall(r"[\d.]+", line)]
+        assert seconds == [round(value, 1) for value in result["seconds"][side].values()]
+        assert median == round(result["medians"][side], 1)
 
 
 @pytest.fixture

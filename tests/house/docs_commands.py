@@ -101,6 +101,11 @@ ELSEWHERE = [
         "benchmarks.episode_means",
     ),
     (
+        r"trl-atropos bench target --summary --output benchmarks/target_rows\.jsonl",
+        "tests/end_to_end/test_bench_target.py::test_page_says_what_the_kept_rows_say",
+        "benchmarks/target_rows.jsonl",
+    ),
+    (
         r"trl-atropos eval",
         "tests/end_to_end/test_quickstart.py::test_run_with_foreign_environments_is_resumed",
         '"eval"',
