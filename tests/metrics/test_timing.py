@@ -103,6 +103,9 @@ class SlowCallback(TrainerCallback):
     def __init__(self, sleep: Sleep = time.sleep):
         self._sleep = sleep
 
+    def on_step_end(self, args, state, control, **kwargs):
+        self._sleep(2 * PAUSE)
+
     def on_log(self, args, state, control, **kwargs):
         self._sleep(PAUSE)
 
@@ -388,7 +391,7 @@ def test_time_after_backward_counts_as_optimizer(ticking, tiny_model, tmp_path):
     )
     with slow_optimizer(2 * PAUSE, ticking), slow_forward(trainer, 1.0, ticking):
         trainer.train()
-    assert_steps_are(trainer, **{COMPUTE: 4.0, OPTIMIZER: 3 * PAUSE, OTHER: PAUSE})
+    assert_steps_are(trainer, **{COMPUTE: 4.0, OPTIMIZER: 3 * PAUSE, OTHER: 3 * PAUSE})
 
 
 def test_old_policy_forward_counts_as_compute(ticking, tiny_model, tmp_path, monkeypatch):

@@ -187,6 +187,9 @@ class StepTimes(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self.watch.end()
 
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._stopwatch.rest_is(OTHER)  # callbacks that end their step before this one
+
     def on_step_end(self, args, state, control, **kwargs):
         times = self._stopwatch.lap()
         self.watch.next_step(times["step"])
