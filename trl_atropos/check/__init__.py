@@ -245,7 +245,9 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
         return {"table": [what]}
     with activity("Estimating the memory"):
         estimate = fit.estimate(case)
-    findings += fit.findings(estimate)
+    # Each change of the settings is estimated anew, which takes minutes for a model of many layers.
+    with activity("Looking for settings with which the run fits"):
+        findings += fit.findings(estimate)
     return {
         "table": estimate.table(),
         "bytes": {process.name: process.items for process in estimate.processes},
