@@ -10,6 +10,7 @@ already are not made again, so that a run can go on where it was cut.
 """
 
 import argparse
+import faulthandler
 import importlib
 import json
 import logging
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TextIO
 
 from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 
@@ -485,6 +487,11 @@ def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
     for name in ("tests.weights.engine", "trl_atropos.trainer"):
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
+    if workers == 1:
+        # No other thread: a lock that it holds during a fork is never free in the new process.
+        for one in wanted:
+            yield _in_own_process(context, *one)
+        return
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(_in_own_process, context, *one) for one in wanted]):
             yield done.result()
@@ -492,25 +499,30 @@ def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
 
 def _in_own_process(context, name: str, dtype: str) -> Row:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_check_and_send, args=(name, dtype, sender))
-    process.start()
-    sender.close()
+    with tempfile.TemporaryFile("w+") as stacks:
+        process = context.Process(target=_check_and_send, args=(name, dtype, sender, stacks))
+        process.start()
+        sender.close()
+        try:
+            if receiver.poll(SECONDS_PER_ROW):
+                return receiver.recv()
+            stacks.seek(0)
+            why = f"no result after {SECONDS_PER_ROW} s: {stacks.read()}"
+        except EOFError:
+            process.join()
+            why = f"the process ended with exit code {process.exitcode}"
+        finally:
+            process.kill()
+            process.join()
     failed = Row(name, dtype)
-    try:
-        if receiver.poll(SECONDS_PER_ROW):
-            return receiver.recv()
-        why = f"no result after {SECONDS_PER_ROW} s"
-    except EOFError:
-        process.join()
-        why = f"the process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
     failed.modes = dict.fromkeys(MODES, Outcome("refused", why))
     return failed
 
 
-def _check_and_send(name: str, dtype: str, sender: Connection) -> None:
+def _check_and_send(name: str, dtype: str, sender: Connection, stacks: TextIO) -> None:
+    """Checks a family, and sends its row. If there is none shortly before the time is over, `stacks`
+    gets what each thread does."""
+    faulthandler.dump_traceback_later(SECONDS_PER_ROW - 5, file=stacks)
     with tempfile.TemporaryDirectory() as folder:
         sender.send(check(name, dtype, Path(folder)))
 
