@@ -206,13 +206,13 @@ def main(argv: list[str] | None = None) -> None:
     folder = options.folder.absolute()
     if protocol.is_rehearsal:
         folder /= "rehearsal"
-    folder.mkdir(parents=True, exist_ok=True)
     output = options.output or folder / "rows.jsonl"
     try:
         rows = read_rows(output, protocol)
     except ValueError as error:
         parser.error(f"--output {output}: {error}")
     if not options.summary:
+        folder.mkdir(parents=True, exist_ok=True)
         see_one_gpu()
         install_handlers()
         with contextlib.redirect_stdout(sys.stderr):
