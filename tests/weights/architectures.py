@@ -21,7 +21,6 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -480,21 +479,16 @@ def _in_short(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
+def rows(wanted: list[tuple[str, str]]) -> Iterator[Row]:
     """Checks families in dtypes, each in a process that is forked from this one, which imports
-    everything and computes nothing."""
+    everything and computes nothing. No other thread of ours runs here meanwhile: a lock that it held
+    would never be free in the new process."""
     os.environ.update(ENVIRONMENT)
     for name in ("tests.weights.engine", "trl_atropos.trainer"):
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
-    if workers == 1:
-        # No other thread: a lock that it holds during a fork is never free in the new process.
-        for one in wanted:
-            yield _in_own_process(context, *one)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        for done in as_completed([pool.submit(_in_own_process, context, *one) for one in wanted]):
-            yield done.result()
+    for name, dtype in wanted:
+        yield _in_own_process(context, name, dtype)
 
 
 def _in_own_process(context, name: str, dtype: str) -> Row:
@@ -583,7 +577,6 @@ def main() -> None:
     help_text = "names of the table's first column, or NAME/DTYPE for one of the dtypes"
     parser.add_argument("families", nargs="*", default=list(FAMILIES), help=help_text)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--workers", type=int, default=1, help="rows at the same time")
     parser.add_argument(
         "--rows", type=Path, help="file of rows, one a line, that this run goes on with"
     )
@@ -594,7 +587,7 @@ def main() -> None:
     for word in options.families:
         name, _, dtype = word.partition("/")
         wanted += [(name, each) for each in ([dtype] if dtype else options.dtypes)]
-    for row in rows([one for one in wanted if one not in found], options.workers):
+    for row in rows([one for one in wanted if one not in found]):
         found[row.family, row.dtype] = row
         for mode, outcome in row.modes.items():
             print(row.family, row.dtype, row.attention, mode, outcome, flush=True)
