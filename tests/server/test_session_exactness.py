@@ -1,7 +1,6 @@
 """What a session keeps of a policy that moves while it samples: each token's log-probability is the
 one that Transformers computes with the weights of the version that is noted for the token."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,14 +16,13 @@ from tests.server.sessions import (
     logprobs_of,
     paths,
 )
-from tests.weights.versions import MovingPolicy
+from tests.weights.versions import Call, MovingPolicy
 from trl_atropos.protocol import SessionReply
 
 pytestmark = pytest.mark.server
 
-PUBLISHES = 18
 IN_FLIGHT = 12  # publishes that must fall into a completion: others may come between two calls
-EVERY = 0.1  # seconds between two publishes
+ROUNDS = 3  # of all calls: the policy moves until the last has ended, however slow the machine
 TOKENS = 150  # of a completion, more than a block of the engine's cache
 LENGTH = {"max_tokens": TOKENS, "max_output_tokens": TOKENS, "ignore_eos": True}
 CALLS = [
@@ -47,12 +45,13 @@ def policy(server) -> Iterator[MovingPolicy]:
     policy.put_back()
 
 
-def make_calls(client: Client, publishing: threading.Thread) -> int:
-    """Makes all calls at once, again and again while the weights move, and turns that follow the
-    longest completion, of whose tokens the engine has cached a block. Returns how many it made."""
+def make_calls(client: Client) -> int:
+    """Makes all calls at once, in a few rounds. In those after the first, there is also a turn that
+    follows the longest completion, of whose tokens the engine has cached a block. Returns how many
+    calls it made."""
     calls = list(CALLS)
     count = 0
-    while publishing.is_alive():
+    for _ in range(ROUNDS):
         with ThreadPoolExecutor(len(calls)) as pool:
             replies = [
                 pool.submit(client.post, route, **LENGTH | fields) for route, fields in calls
@@ -69,18 +68,11 @@ def make_calls(client: Client, publishing: threading.Thread) -> int:
 def test_each_token_is_of_the_version_that_is_noted_for_it(policy):
     """Publishes in flight, of weights so different that a log-probability tells the version."""
     client = Client(policy.server)
-
-    def publish() -> None:
-        for _ in range(PUBLISHES):
-            policy.publish(policy.version + 1)
-            threading.Event().wait(EVERY)
-
-    publishing = threading.Thread(target=publish)
-    publishing.start()
-    num_calls = make_calls(client, publishing)
-    publishing.join()
+    calls = Call(lambda: make_calls(client))
+    policy.publish_during(calls)
+    num_calls = calls.result()
     reply = client.delete()
-    assert reply.counts["calls"] == num_calls > len(CALLS)
+    assert reply.counts["calls"] == num_calls
     assert all(call.versions_known and call.reason is None for call in reply.calls)
     assert any(segment.at > TOKENS for segment in reply.segments)
     assert len(publishes_in_flight(reply)) >= IN_FLIGHT

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import requests
@@ -26,6 +27,8 @@ SCALE = 0.05
 # nats; a float32 server and a float32 reference have never differed by more than 6e-6
 TOLERANCE = 2e-5
 KEPT = 80  # versions that a completion may be of
+
+Result = TypeVar("Result")
 
 
 class MovingPolicy:
@@ -186,19 +189,19 @@ def openai(
     return completions
 
 
-class Call(threading.Thread):
+class Call(threading.Thread, Generic[Result]):
     """Runs `work` in the background."""
 
-    def __init__(self, work: Callable[[], list[Completion]]):
+    def __init__(self, work: Callable[[], Result]):
         super().__init__(daemon=True)
         self._work = work
-        self._result: list[Completion] | None = None
+        self._result: Result | None = None
         self.start()
 
     def run(self) -> None:
         self._result = self._work()
 
-    def result(self) -> list[Completion]:
+    def result(self) -> Result:
         self.join(120)
         assert self._result is not None, "the request failed or did not end within 120 s"
         return self._result
