@@ -413,7 +413,7 @@ def test_shared_prompt_gradient_adds_in_float32(policy):
 
 @pytest.mark.parametrize(
     ("shared", "length"),
-    [(0, 9), (1, 9), (2, 40)],  # in common, of all: to share 1 of 80 tokens is not worth it
+    [(0, 9), (1, 9), (2, 20)],  # in common, of all: to share 1 of 40 tokens is not worth it
 )
 def test_prompts_stay_unshared_without_gain(policy, shared, length):
     row_format = row_format_of(policy)._replace(shares=True)
