@@ -221,7 +221,7 @@ def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[to
                 publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
                 versions.append(snapshot(trainer.model))
             in_midst = not reply.done()
-            sampled = reply.result(timeout=60)
+            sampled = reply.result()
         if in_midst:
             return sampled, [score(trainer.model, weights, [sampled])[0] for weights in versions]
     pytest.fail(f"{ATTEMPTS} times, the request was over before the last publish")
