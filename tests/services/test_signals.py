@@ -101,6 +101,38 @@ finally:
     assert outcome(program, tmp_path) == (130, ["clean"])
 
 
+@pytest.mark.parametrize("place", ["a finalizer", "a callback of the garbage collector"])
+def test_signal_is_not_lost_where_nothing_can_be_raised(tmp_path, place):
+    """Not in a deferred block either."""
+    program = f"""
+import gc
+class Late:
+    def __del__(self): me(signal.SIGINT)
+def callback(phase, _):
+    if phase == "start":
+        gc.callbacks.remove(callback)
+        me(signal.SIGINT)
+def drop():
+    if {place == "a finalizer"}:
+        Late()
+    else:
+        gc.callbacks.append(callback)
+        gc.collect()
+install_handlers()
+try:
+    drop()
+    with deferred():
+        time.sleep(0.5)
+        say("the step is whole")
+    time.sleep(60)
+finally:
+    me(signal.SIGINT)
+    say("clean")
+"""
+    ended = outcome(program, tmp_path, stderr=subprocess.PIPE)
+    assert ended == (130, ["the step is whole", "clean"])
+
+
 def test_signal_in_deferred_block_waits_for_its_end(tmp_path):
     program = """
 install_handlers()

@@ -7,8 +7,10 @@ once; `finally` blocks do the rest. This file imports the standard library only:
 while torch is being imported must find its handler.
 """
 
+import _thread
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ LAUNCHER_FOLDERS = ("/accelerate/commands/", "/torch/distributed/")
 # terminal's, the one that torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1
 # s later).
 ECHO_SECONDS = 5.0
+DROPPED_AGAIN_AFTER = 0.05  # seconds after which an exception that Python dropped is raised again
 
 
 class Interrupted(SystemExit):
@@ -41,6 +44,7 @@ class Interrupted(SystemExit):
 class _State:
     installed: bool = False
     ending: bool = False  # the exception was raised: nothing may disturb the clean-up
+    raised: BaseException | None = None  # this exception
     depth: int = 0  # of nested `deferred` blocks
     kept: BaseException | None = None  # raised when the outermost `deferred` block ends
     kept_at: float = 0.0
@@ -48,6 +52,7 @@ class _State:
 
 
 _state = _State()  # one for the process, to which signal handlers belong
+_others_hook = sys.unraisablehook  # the one before ours
 
 
 def die_with_launcher() -> None:
@@ -87,8 +92,11 @@ def install_handlers() -> None:
     """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, even if a shell's
     `&` left SIGINT ignored. Ignores later signals: that of `die_with_launcher` would break the
     clean-up after a Ctrl-C."""
-    global _state
+    global _state, _others_hook
     _state = _State(installed=True)
+    if sys.unraisablehook is not _see_dropped:
+        _others_hook = sys.unraisablehook
+        sys.unraisablehook = _see_dropped
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -105,6 +113,7 @@ def handlers() -> Iterator[None]:
     usual_handlers = {}
     for signum in (signal.SIGINT, signal.SIGTERM):
         usual_handlers[signum] = signal.getsignal(signum)
+    usual_hook = sys.unraisablehook
     install_handlers()
     try:
         yield
@@ -112,6 +121,7 @@ def handlers() -> Iterator[None]:
         for signum, handler in usual_handlers.items():
             if handler is not None:  # it was set from outside of Python, and cannot be set again
                 signal.signal(signum, handler)
+        sys.unraisablehook = usual_hook
         _state = usual_state
 
 
@@ -128,8 +138,32 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
             return
         if time.monotonic() - state.kept_at < ECHO_SECONDS:
             return
-    state.ending = True
+    _raise(error)
+
+
+def _raise(error: BaseException) -> None:
+    _state.ending = True
+    _state.raised = error
     raise error
+
+
+def _see_dropped(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Called by Python with an exception that it drops, as those of finalizers and of callbacks of
+    the garbage collector. A signal may arrive in one: its exception is raised again afterwards."""
+    error = unraisable.exc_value
+    if error is None or error is not _state.raised:
+        _others_hook(unraisable)
+        return
+    _state.ending = False
+    _state.raised = None
+    # No `threading.Thread`, of which the finalizer may have interrupted the making.
+    _thread.start_new_thread(_raise_again, (_state, error))
+
+
+def _raise_again(state: _State, error: BaseException) -> None:
+    time.sleep(DROPPED_AGAIN_AFTER)
+    if _state is state:  # else the block of `handlers` has ended
+        interrupt_main_with(error)
 
 
 @contextmanager
@@ -150,8 +184,7 @@ def deferred() -> Iterator[None]:
     finally:
         state.depth -= 1
         if state.depth == 0 and state.kept is not None and not state.ending:
-            state.ending = True
-            raise state.kept
+            _raise(state.kept)
 
 
 @contextmanager
