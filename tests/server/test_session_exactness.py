@@ -72,7 +72,7 @@ def test_each_token_is_of_the_version_that_is_noted_for_it(policy):
     policy.publish_during(calls)
     num_calls = calls.result()
     reply = client.delete()
-    assert reply.counts["calls"] == num_calls
+    assert reply.counts["calls"] == num_calls > len(CALLS)
     assert all(call.versions_known and call.reason is None for call in reply.calls)
     assert any(segment.at > TOKENS for segment in reply.segments)
     assert len(publishes_in_flight(reply)) >= IN_FLIGHT

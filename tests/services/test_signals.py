@@ -103,7 +103,7 @@ finally:
 
 @pytest.mark.parametrize("place", ["a finalizer", "a callback of the garbage collector"])
 def test_signal_is_not_lost_where_nothing_can_be_raised(tmp_path, place):
-    """Not in a deferred block either."""
+    """It raises soon after, and a deferred block that has begun by then is still whole."""
     program = f"""
 import gc
 class Late:

@@ -43,8 +43,7 @@ class Interrupted(SystemExit):
 @dataclass
 class _State:
     installed: bool = False
-    ending: bool = False  # the exception was raised: nothing may disturb the clean-up
-    raised: BaseException | None = None  # this exception
+    raised: BaseException | None = None  # once it is, nothing may disturb the clean-up
     depth: int = 0  # of nested `deferred` blocks
     kept: BaseException | None = None  # raised when the outermost `deferred` block ends
     kept_at: float = 0.0
@@ -127,7 +126,7 @@ def handlers() -> Iterator[None]:
 
 def _handle(signum: int, _frame: FrameType | None) -> None:
     state = _state
-    if state.ending:
+    if state.raised is not None:
         return
     error = state.from_thread or Interrupted(signum)
     state.from_thread = None
@@ -142,7 +141,6 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
 
 
 def _raise(error: BaseException) -> None:
-    _state.ending = True
     _state.raised = error
     raise error
 
@@ -154,7 +152,6 @@ def _see_dropped(unraisable: "sys.UnraisableHookArgs") -> None:
     if error is None or error is not _state.raised:
         _others_hook(unraisable)
         return
-    _state.ending = False
     _state.raised = None
     # No `threading.Thread`, of which the finalizer may have interrupted the making.
     _thread.start_new_thread(_raise_again, (_state, error))
@@ -183,7 +180,7 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         state.depth -= 1
-        if state.depth == 0 and state.kept is not None and not state.ending:
+        if state.depth == 0 and state.kept is not None and state.raised is None:
             _raise(state.kept)
 
 
