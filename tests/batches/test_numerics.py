@@ -317,6 +317,20 @@ def test_unsupported_model_or_machine_is_refused(given, dtype, sharded, told):
         use(settings(**given), make_model("Qwen3").to(dtype), CPU, sharded)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "precision", "is_slow"),
+    [
+        ("cuda", torch.float32, "highest", True),
+        ("cuda", torch.float32, "high", False),
+        ("cuda", torch.bfloat16, "highest", False),
+        ("cpu", torch.float32, "highest", False),
+    ],
+)
+def test_float32_without_tensor_cores_is_slow(device, dtype, precision, is_slow, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert numerics.is_slow(torch.device(device), dtype) is is_slow
+
+
 def test_bitwise_compiles_no_layers():
     assert settings(numerics="bitwise").compile_layers is False
 

@@ -348,9 +348,34 @@ def test_stranger_at_a_url_is_found(setting, name, fix, stranger, desk):
         "start_vllm": False,
         "vllm_mode": "server",
         "max_sequence_length": 100,
+        "dtype": "bfloat16",
     }
     elsewhere = desk.recipe(**{setting: stranger}, options=("--device_memory_gb", "80"), **for_gpu)
     assert check(elsewhere) == []  # what answers here need not be there
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        ({}, ["float32"]),
+        ({"bf16": True}, []),
+        ({"dtype": "bfloat16"}, []),
+        ({"tf32": True}, []),
+        ({"use_cpu": True}, []),
+    ],
+)
+def test_float32_on_a_gpu_is_found(settings, codes, desk):
+    """TRL's default `dtype`, in a mode whose trainer does not take the server's."""
+    for_gpu = {
+        "use_cpu": False,
+        "start_vllm": False,
+        "vllm_mode": "server",
+        "max_sequence_length": 100,
+    }
+    argv = desk.recipe(options=("--device_memory_gb", "80"), **(for_gpu | settings))
+    found = examine(argv).findings
+    assert [finding.code for finding in found] == codes
+    assert all(finding.level == WARNING and "`bf16: true`" in finding.fix for finding in found)
 
 
 def test_atropos_api_that_answers_is_no_finding(atropos, desk):

@@ -43,6 +43,11 @@ ROWS_AT_ONCE = 2048  # tokens whose logits are in memory at the same time
 ROW = 64  # tokens that a model's own forward pass is compared on
 # nats that two computations of that row may differ by in the mean, if nothing is rounded to 16 bits
 APART = 1e-3
+SLOW_ON_GPUS = "The trainer computes in float32, for which a GPU takes several times as long"
+IN_16_BITS = (
+    "Set `bf16: true`, as TRL does by default: the weights stay in float32. Or set `dtype: "
+    "bfloat16`, with which only the optimizer keeps them in float32."
+)
 
 
 def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
@@ -61,6 +66,13 @@ def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) 
         row_format = RowFormat.of(model, device, None, 1)
         kernels = Kernels(model.config, device, model.dtype)
         Exact(model, row_format, kernels).install()
+
+
+def is_slow(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether matrices of this dtype are multiplied without the device's tensor cores."""
+    if device.type != "cuda" or dtype is not torch.float32:
+        return False
+    return torch.get_float32_matmul_precision() == "highest"  # otherwise in TF32
 
 
 def _why_unavailable(

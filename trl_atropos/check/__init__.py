@@ -232,11 +232,13 @@ def _examine_memory(recipe: "Recipe", launch: "Launch", findings: list[Finding])
     from trl_atropos.check.disk import disk
     from trl_atropos.check.launch import Plan, case_of, plan_of, refused
     from trl_atropos.check.lengths import deadlines, lengths
+    from trl_atropos.check.settings import precision
 
     plan = plan_of(recipe.training, launch)
     case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
     findings += lengths(recipe, case)
     findings += deadlines(recipe)
+    findings += precision(case)
     findings += sessions.findings(recipe, case)
     findings += refused(lambda: require_shared_heads(case.config, launch.sp_size))
     findings += disk(case, launch.elsewhere)

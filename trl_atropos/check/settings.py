@@ -1,7 +1,7 @@
 """Finds what is wrong with the settings of a recipe and with the packages that it needs.
 
-`check/__init__.py` calls `read` for the recipe, and collects the findings of `dead`, `saves` and
-`packages`. A setting is "stated" if the recipe, an overlay or the command line has it.
+`check/__init__.py` calls `read` for the recipe, and collects the findings of `dead`, `saves`,
+`precision` and `packages`. A setting is "stated" if the recipe, an overlay or the command line has it.
 """
 
 import importlib.metadata
@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from packaging.requirements import Requirement
 from transformers import Trainer
 
-from trl_atropos.check.launch import Launch
+from trl_atropos.batches.numerics import IN_16_BITS, SLOW_ON_GPUS
+from trl_atropos.check.launch import Case, Launch
 from trl_atropos.config import steps_between
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
@@ -118,6 +120,17 @@ def _without_effect(
         yield "nothing is saved on the way", "Set `save_strategy: steps`", names
     for name, ours in TRL_SERVER.items():
         yield "the server is no part of TRL", f"Use {ours}", (name,)
+
+
+def precision(case: Case) -> Iterator[Finding]:
+    """Yields a finding if the trainer computes in float32 on a GPU."""
+    training = case.training
+    computes_in = case.autocast or case.dtype
+    if case.plan.device != "cuda" or computes_in != torch.float32:
+        return
+    if training.tf32 or training.numerics == "bitwise":
+        return
+    yield Finding(SLOW_ON_GPUS, "dtype: float32, bf16: false", IN_16_BITS, "float32", WARNING)
 
 
 def saves(recipe: Recipe, launch: Launch, stated: dict[str, Any]) -> Iterator[Finding]:

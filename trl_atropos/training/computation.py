@@ -115,6 +115,9 @@ class Computation:
             )
         for model in self._models():
             numerics.check_head(model, row)
+        is_slow = numerics.is_slow(accelerator.device, dtype)
+        if is_slow and trainer.args.numerics != "bitwise" and is_main:
+            logger.warning("%s. %s", numerics.SLOW_ON_GPUS, numerics.IN_16_BITS)
 
     def set_up_layers(self) -> None:
         """Finds out whether rollouts are packed, and compiles the layers if that is worth it."""
