@@ -27,7 +27,7 @@ from recipes.quickstart.make_model import make_model
 from tests.check.peak_memory import command_line, rows
 from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.rollout_factory import record
-from tests.server_process import MAX_MODEL_LEN, Server, running_server
+from tests.server_process import MAX_MODEL_LEN, Server, make_tiny_model, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
@@ -182,10 +182,18 @@ def account(pid: int) -> dict[str, int]:
     }
 
 
+@pytest.fixture(scope="module")
+def in_16_bits(tmp_path_factory) -> Iterator[Server]:
+    model = make_tiny_model(tmp_path_factory.mktemp("small"))
+    logs = tmp_path_factory.mktemp("logs")
+    with running_server(model, logs, "--dtype", "bfloat16") as server:
+        yield server
+
+
 @on_cpu
 @pytest.mark.server
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit"])
-def test_memory_savers_work_with_colocated_weights(optim, running, tmp_path):
+def test_memory_savers_work_with_colocated_weights(optim, in_16_bits, tmp_path):
     """Of 16 bits, with checkpointing and offloaded masters; the probe compares both sides after
     every step."""
     if "bnb" in optim:
@@ -199,7 +207,7 @@ def test_memory_savers_work_with_colocated_weights(optim, running, tmp_path):
     }
     settings |= {"gradient_checkpointing": True, "offload_master_weights": True}
     trainer = make_trainer(
-        make_publisher(running, tmp_path), recording, running.model, tmp_path, **settings
+        make_publisher(in_16_bits, tmp_path), recording, in_16_bits.model, tmp_path, **settings
     )
     weight = trainer.model.model.layers[0].mlp.down_proj.weight
     before = snapshot(trainer.model)
