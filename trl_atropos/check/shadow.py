@@ -135,6 +135,8 @@ class LiveBytes(TorchDispatchMode):
             self._alive.add(storage._cdata)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # more than half of all calls
+            return args[0].fake_device
         options = kwargs or {}
         result = func(*args, **options)
         for leaf in tree_leaves(result):
