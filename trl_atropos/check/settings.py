@@ -1,7 +1,7 @@
 """Finds what is wrong with the settings of a recipe and with the packages that it needs.
 
-`check/__init__.py` calls `read` for the recipe, and collects the findings of `dead`, `saves`,
-`precision` and `packages`. A setting is "stated" if the recipe, an overlay or the command line has it.
+`check/__init__.py` calls `read` for the recipe, and collects the findings of `dead`, `precision`,
+`saves` and `packages`. A setting is "stated" if the recipe, an overlay or the command line has it.
 """
 
 import importlib.metadata
