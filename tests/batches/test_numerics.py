@@ -6,6 +6,7 @@ place.
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.import_utils import enable_tf32
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.batches import families
@@ -317,18 +319,46 @@ def test_unsupported_model_or_machine_is_refused(given, dtype, sharded, told):
         use(settings(**given), make_model("Qwen3").to(dtype), CPU, sharded)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "precision", "is_slow"),
-    [
-        ("cuda", torch.float32, "highest", True),
-        ("cuda", torch.float32, "high", False),
-        ("cuda", torch.bfloat16, "highest", False),
-        ("cpu", torch.float32, "highest", False),
+@pytest.fixture
+def given_back():
+    """Puts torch's settings for the product of matrices back."""
+    everywhere = torch.backends.fp32_precision
+    of_matrices = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = everywhere
+    torch.backends.cuda.matmul.fp32_precision = of_matrices
+
+
+def by_default() -> None:
+    pass
+
+
+SET_PRECISION = {
+    "ieee": [
+        by_default,
+        partial(torch.set_float32_matmul_precision, "highest"),
+        partial(enable_tf32, False),
     ],
+    "tf32": [
+        partial(torch.set_float32_matmul_precision, "high"),
+        partial(enable_tf32, True),  # which `tf32: true` calls
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "set_precision"),
+    [(name, one) for name, ways in SET_PRECISION.items() for one in ways],
 )
-def test_float32_without_tensor_cores_is_slow(device, dtype, precision, is_slow, monkeypatch):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert numerics.is_slow(torch.device(device), dtype) is is_slow
+def test_precision_is_known_however_it_was_set(precision, set_precision, given_back):
+    set_precision()
+    cuda = torch.device("cuda")
+    assert numerics.float32_precision(cuda) == precision
+    assert numerics.float32_precision(torch.device("cpu")) == "ieee"
+    assert numerics.is_slow(cuda, torch.float32) is (precision == "ieee")
+    assert not numerics.is_slow(cuda, torch.bfloat16)
+    assert not numerics.is_slow(torch.device("cpu"), torch.float32)
 
 
 def test_bitwise_compiles_no_layers():

@@ -68,11 +68,23 @@ def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) 
         Exact(model, row_format, kernels).install()
 
 
+def float32_precision(device: torch.device) -> str:
+    """Returns how matrices in float32 are multiplied: "ieee" in float32, "tf32" with 10 bits.
+
+    `torch.get_float32_matmul_precision` raises where `tf32: true` is set: Transformers sets it by
+    another function of torch's (https://github.com/huggingface/transformers/issues/42371).
+    """
+    if device.type != "cuda":
+        return "ieee"
+    precision = torch.backends.cuda.matmul.fp32_precision
+    return "ieee" if precision == "none" else precision
+
+
 def is_slow(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether matrices of this dtype are multiplied without the device's tensor cores."""
+    """Returns whether a GPU multiplies matrices of this dtype without its tensor cores."""
     if device.type != "cuda" or dtype is not torch.float32:
         return False
-    return torch.get_float32_matmul_precision() == "highest"  # otherwise in TF32
+    return float32_precision(device) == "ieee"
 
 
 def _why_unavailable(

@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_atropos.batches.attention_kernels import AttentionShape, watched_shapes
+from trl_atropos.batches.numerics import float32_precision
 from trl_atropos.batches.packed_attention import (
     ATTENTION,
     FLASH,
@@ -298,7 +299,8 @@ def _why_not_alike(
                 leaks.append(again[unchanged] - together[unchanged])
     alone_logprobs = torch.cat(alone)
     differences = torch.cat(together) - alone_logprobs
-    size = 2 if _rounds_to_tf32(row_format) else row_format.dtype.itemsize
+    has_tf32 = float32_precision(row_format.device) == "tf32"
+    size = 2 if has_tf32 else row_format.dtype.itemsize
     may_leak = LEAK_OF_EXPERTS[size] if has_experts(policy) else LEAK
     spread = min(1.0, alone_logprobs.std().item())
     if not _are_within(may_leak, torch.cat(leaks), spread):
@@ -306,10 +308,6 @@ def _why_not_alike(
     if not _are_within(ALONE[size], differences, spread):
         return "a rollout in a row of several is not computed as it is alone"
     return None
-
-
-def _rounds_to_tf32(row_format: RowFormat) -> bool:
-    return row_format.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
 def _are_within(bound: Bound, differences: Tensor, spread: float) -> bool:

@@ -106,7 +106,7 @@ class Probe:
         self._trainer = trainer
 
         computes_in = torch.float32
-        if args.bf16 or args.fp16:
+        if args.bf16 or args.fp16 or args.tf32:  # TF32 rounds as float16 does
             computes_in = torch.bfloat16
         stored_in = next(trainer.model.parameters()).dtype
         self._dtypes = {computes_in, stored_in, getattr(torch, info.dtype)}
