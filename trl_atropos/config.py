@@ -356,6 +356,7 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_run_length()
         self._unify_spellings()
         self._check_choices()
+        self._check_noise()
         self._check_least_values()
         self._check_steps()
         self.sp_size = self._launched_sp_size()  # no setting of a recipe
@@ -420,6 +421,11 @@ class AtroposGRPOConfig(GRPOConfig):
             if value not in allowed:
                 choices = ", ".join(map(str, allowed))
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {choices}.", name)
+
+    def _check_noise(self) -> None:
+        if self.neftune_noise_alpha is not None:
+            what = "`neftune_noise_alpha` adds noise in training, which the server samples without"
+            raise self._wrong(what, "Leave it out.", "neftune_noise_alpha")
 
     def _check_least_values(self) -> None:
         for name, (least, text) in LEAST.items():

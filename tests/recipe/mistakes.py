@@ -422,6 +422,12 @@ MISTAKES = {
         "hold_requests: True, prefetch_batches: 1",
         "Leave one of them out",
     ),
+    "noise in training alone": Mistake(
+        {"neftune_noise_alpha": 5.0},
+        "`neftune_noise_alpha` adds noise in training, ",
+        "neftune_noise_alpha: 5.0",
+        "Leave it out",
+    ),
     "a token budget below the longest rollout": Mistake(
         {"max_tokens_per_micro_batch": 512, "max_sequence_length": 1024},
         "`max_tokens_per_micro_batch` is 512, but …`max_sequence_length` (1024)",
