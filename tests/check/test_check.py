@@ -332,6 +332,16 @@ def test_port_in_use_is_found(setting, stranger, desk):
     assert finding.fix.endswith(f"set `{setting}` to a free port, or use it with `{start}: false`.")
 
 
+# A run on a GPU that is not here, whose server somebody else has started.
+ON_GPU = ("--device_memory_gb", "80")
+FOR_GPU = {
+    "use_cpu": False,
+    "start_vllm": False,
+    "vllm_mode": "server",
+    "max_sequence_length": 100,
+}
+
+
 @pytest.mark.parametrize(
     ("setting", "name", "fix"),
     [
@@ -343,14 +353,8 @@ def test_stranger_at_a_url_is_found(setting, name, fix, stranger, desk):
     [finding] = examine(desk.recipe(**{setting: stranger})).findings
     assert (finding.code, finding.level, finding.seen) == (name, WARNING, f"{setting}: {stranger}")
     assert fix in finding.fix
-    for_gpu = {
-        "use_cpu": False,
-        "start_vllm": False,
-        "vllm_mode": "server",
-        "max_sequence_length": 100,
-        "dtype": "bfloat16",
-    }
-    elsewhere = desk.recipe(**{setting: stranger}, options=("--device_memory_gb", "80"), **for_gpu)
+    settings = {setting: stranger, "dtype": "bfloat16"}
+    elsewhere = desk.recipe(options=ON_GPU, **FOR_GPU, **settings)
     assert check(elsewhere) == []  # what answers here need not be there
 
 
@@ -366,13 +370,7 @@ def test_stranger_at_a_url_is_found(setting, name, fix, stranger, desk):
 )
 def test_float32_on_a_gpu_is_found(settings, codes, desk):
     """TRL's default `dtype`, in a mode whose trainer does not take the server's."""
-    for_gpu = {
-        "use_cpu": False,
-        "start_vllm": False,
-        "vllm_mode": "server",
-        "max_sequence_length": 100,
-    }
-    argv = desk.recipe(options=("--device_memory_gb", "80"), **(for_gpu | settings))
+    argv = desk.recipe(options=ON_GPU, **(FOR_GPU | settings))
     found = examine(argv).findings
     assert [finding.code for finding in found] == codes
     assert all(finding.level == WARNING and "`bf16: true`" in finding.fix for finding in found)
