@@ -54,6 +54,7 @@ AGREEING = [
     pytest.param(name, marks=pytest.mark.full) if name == SEEN_ELSEWHERE else name for name in MODES
 ]
 LONG_PROMPT = [64, 65, 66, 28] * 40
+LONG_COMPLETION = 400  # tokens: seconds, in which weights are published
 ATTEMPTS = 5  # at a publish in the midst of a request: a busy machine may be too slow
 
 
@@ -215,7 +216,7 @@ def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[to
         publish(trainer, lambda: None)
         versions = [snapshot(trainer.model)]
         with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(sample, live.server, LONG_PROMPT, 800)
+            reply = pool.submit(sample, live.server, LONG_PROMPT, LONG_COMPLETION)
             wait_for_requests(live.server, 1, reply)
             for _ in range(publishes):
                 publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
