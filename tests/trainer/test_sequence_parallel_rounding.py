@@ -18,13 +18,13 @@ import torch
 from benchmarks.episodes import agents
 from benchmarks.step_trainers import make_rows
 from recipes.quickstart.make_model import make_model
-from tests.sharded import ROOT
+from tests.sharded import ROOT, launch
 from tests.trainer.test_trees import Gradients, train
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.services.manager import free_port
 
 TURNS = 4
-EXACT, ONE, TWO = "exact", "one", "two"  # ways to compute the gradients
+TWO, ONE, EXACT = WAYS = ("two", "one", "exact")  # to compute the gradients
 FARTHER = 1.1  # times as far from the exact gradients as one process is: all of them together,
 FARTHER_ALONE = 1.5  # and those of one weight
 
@@ -69,7 +69,7 @@ def main(model: str, folder: str, way: str, tokens: str) -> None:
 
 
 def start(way: str, gpus: str, model: Path, folder: Path, tokens: int) -> subprocess.Popen:
-    """Starts the processes that compute the gradients in one way."""
+    """Starts the processes that compute the gradients in one way, on these GPUs."""
     command = [sys.executable]
     if way == TWO:
         command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
@@ -87,8 +87,8 @@ def start(way: str, gpus: str, model: Path, folder: Path, tokens: int) -> subpro
         )
 
 
-def gradients_of(ways: dict[str, str], model: Path, folder: Path, tokens: int) -> dict:
-    """The gradients by each of the ways, whose GPUs are named."""
+def compute_on_gpus(ways: dict[str, str], model: Path, folder: Path, tokens: int) -> None:
+    """Computes the gradients in each of the ways at once, each on the GPUs that it has."""
     processes = {way: start(way, gpus, model, folder, tokens) for way, gpus in ways.items()}
     try:
         for way, process in processes.items():
@@ -97,7 +97,6 @@ def gradients_of(ways: dict[str, str], model: Path, folder: Path, tokens: int) -
         for process in processes.values():
             process.terminate()
             process.wait(60)
-    return {way: torch.load(folder / f"{way}.pt", map_location="cpu") for way in ways}
 
 
 def distance(found: Gradients, exact: Gradients, names: list[str]) -> float:
@@ -105,7 +104,9 @@ def distance(found: Gradients, exact: Gradients, names: list[str]) -> float:
     return float(squares.sqrt())
 
 
-def require_as_near(two: list[Gradients], one: list[Gradients], exact: list[Gradients]) -> None:
+def require_as_near(folder: Path) -> None:
+    """Compares the gradients that are in the folder."""
+    two, one, exact = (torch.load(folder / f"{way}.pt", map_location="cpu") for way in WAYS)
     for of_two, of_one, right in zip(two, one, exact, strict=True):
         names = list(right)
         size = distance({name: torch.zeros(()) for name in names}, right, names)
@@ -119,17 +120,13 @@ def require_as_near(two: list[Gradients], one: list[Gradients], exact: list[Grad
             assert distance(of_two, right, [name]) <= FARTHER_ALONE * alone, name
 
 
-def require_rounding(shape: Shape, tokens: int, ways: dict[str, str], folder: Path) -> None:
-    model = folder / "model"
-    make_model(str(model), 0, **asdict(shape), dtype="bfloat16")
-    found = gradients_of(ways, model, folder, tokens)
-    require_as_near(found[TWO], found[ONE], found[EXACT])
-
-
-@pytest.mark.slow
 def test_divided_rows_are_as_exact_as_whole_ones(tmp_path):
-    shape = Shape(64, 128, 2, 4, 2, 16)
-    require_rounding(shape, 256, {EXACT: "", ONE: "", TWO: ""}, tmp_path)
+    model, tokens = tmp_path / "model", "256"
+    make_model(str(model), 0, **asdict(Shape(64, 128, 2, 4, 2, 16)), dtype="bfloat16")
+    for way in (EXACT, ONE):
+        main(str(model), str(tmp_path), way, tokens)
+    launch("ddp", 2, __name__, str(model), str(tmp_path), TWO, tokens, sp_size=2)
+    require_as_near(tmp_path)
 
 
 @pytest.mark.gpu
@@ -137,10 +134,12 @@ def test_divided_rows_are_as_exact_as_whole_ones(tmp_path):
 @pytest.mark.timeout(600)
 def test_divided_rows_are_as_exact_as_whole_ones_on_gpus(tmp_path):
     """Three layers of Qwen3-4B's shape, rows of 6,144 tokens."""
-    shape = Shape(2560, 9728, 3, 32, 8, 128)
+    model, tokens = tmp_path / "model", 6144
+    make_model(str(model), 0, **asdict(Shape(2560, 9728, 3, 32, 8, 128)), dtype="bfloat16")
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    ways = {EXACT: names[0], ONE: names[1], TWO: ",".join(names[:2])}
-    require_rounding(shape, 6144, ways, tmp_path)
+    gpus = {EXACT: names[0], ONE: names[1], TWO: ",".join(names[:2])}
+    compute_on_gpus(gpus, model, tmp_path, tokens)
+    require_as_near(tmp_path)
 
 
 if __name__ == "__main__":
