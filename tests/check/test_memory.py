@@ -738,7 +738,7 @@ QWEN = {"7B": (3584, 18944, 28, 28, 4), "72B": (8192, 29568, 80, 64, 8)}
     [
         ("colocate_7b", "single_gpu", 80, "7B", 90),  # GiB of host memory that its head names
         pytest.param("colocate_7b_lora", "single_gpu", 80, "7B", 2, marks=pytest.mark.slow(15)),
-        pytest.param("nccl_lora_72b", "zero3", 80, "72B", 0, marks=pytest.mark.slow(30)),
+        pytest.param("nccl_lora_72b", "zero3", 80, "72B", 0, marks=pytest.mark.full),
         pytest.param("zero3_72b", "zero3", 141, "72B", 0, marks=pytest.mark.full),
     ],
 )

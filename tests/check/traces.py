@@ -13,11 +13,15 @@ from trl_atropos.check.launch import Case
 def traced_once() -> Iterator[None]:
     trace = memory._traced
     known = {}
+    spared = {}
 
     def remembered(case: Case, exact: bool) -> tuple:
         key = key_of(case, exact)
+        of_model = model_key(case)
+        case.spared.update(spared.setdefault(of_model, {}))
         if key not in known:
             known[key] = trace(case, exact)
+            spared[of_model].update(case.spared)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -25,9 +29,8 @@ def traced_once() -> Iterator[None]:
         yield
 
 
-def key_of(case: Case, exact: bool) -> tuple:
-    """Returns all that a trace depends on."""
-    training = case.training
+def model_key(case: Case) -> tuple:
+    """Returns what the layers of a model depend on."""
     return (
         case.config.to_json_string(use_diff=False),
         str(case.model_settings),
@@ -37,10 +40,18 @@ def key_of(case: Case, exact: bool) -> tuple:
         case.plan.device,
         case.plain_attention,
         case.trains_with_masters,
-        case.rollouts,
-        case.length,
         case.plan.sp_size,
         case.packs,
+    )
+
+
+def key_of(case: Case, exact: bool) -> tuple:
+    """Returns all that a trace depends on."""
+    training = case.training
+    return (
+        *model_key(case),
+        case.rollouts,
+        case.length,
         training.per_device_train_batch_size,
         training.gradient_accumulation_steps,
         training.gradient_checkpointing,

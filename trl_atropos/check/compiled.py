@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 Autocast = Callable[[], AbstractContextManager]
 Parameters = dict[str, torch.Tensor]
+Kind = tuple[Any, ...]  # of layers that are alike
 
 
 class Shape(NamedTuple):
@@ -39,12 +40,15 @@ class LayerCall(NamedTuple):
     leaves: list[Any]  # of its arguments; a `Shape` for each tensor
     structure: TreeSpec
 
-    def kind(self) -> tuple:
-        """Returns what layers have in common whose parameters and arguments have the same
-        shapes."""
-        of_parameters = tuple(parameter.shape for parameter in self.layer.parameters())
-        of_arguments = tuple(leaf.size for leaf in self.leaves if isinstance(leaf, Shape))
-        return of_parameters, of_arguments
+    def kind(self) -> Kind:
+        """Returns what layers have in common that keep as much as each other."""
+        kind = [type(self.layer)]
+        for parameter in self.layer.parameters():
+            kind.append((parameter.shape, parameter.dtype, parameter.requires_grad))
+        for leaf in self.leaves:
+            if isinstance(leaf, Shape):
+                kind.append((leaf.size, leaf.dtype))
+        return tuple(kind)
 
     def tensors(self) -> list[torch.Tensor]:
         """Makes tensors of these shapes."""
@@ -89,10 +93,12 @@ class LayerCalls:
                 leaves[place] = Shape(leaf.shape, leaf.dtype, leaf.requires_grad)
         self._calls[layer] = LayerCall(layer, leaves, structure)
 
-    def spared_bytes(self, autocast: Autocast) -> list[int]:
+    def spared_bytes(self, autocast: Autocast, known: dict[Kind, int]) -> list[int]:
         """Returns for each layer how many bytes less it keeps from its forward to its backward pass
-        if it is compiled. Call this in the model's `FakeTensorMode`."""
-        known: dict[tuple, int] = {}  # most layers of a model are alike
+        if it is compiled. Call this in the model's `FakeTensorMode`.
+
+        Most layers of a model are alike, and `known` holds the bytes of those that were looked at.
+        """
         spared = []
         # Without an adapter's gradients in its hidden states, the first layer is no example.
         for call in reversed(self._calls.values()):

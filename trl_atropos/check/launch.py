@@ -302,6 +302,8 @@ class Case:
     peft_config: Any
     # shared by cases that differ in few settings
     traces: dict = field(default_factory=dict, repr=False)
+    # by kind of layer: what it keeps less if it is compiled, whether it is checkpointed or not
+    spared: dict = field(default_factory=dict, repr=False)
 
     @property
     def training(self):

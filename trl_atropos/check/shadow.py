@@ -230,7 +230,7 @@ def _spared(calls: LayerCalls, policy: Any, case: Case) -> int:
     )
     if not compiles or case.plain_attention:
         return 0
-    spared = calls.spared_bytes(partial(_autocast, case))
+    spared = calls.spared_bytes(partial(_autocast, case), case.spared)
     if case.training.gradient_checkpointing:  # a group of layers keeps something at a time
         every = checkpointing_options(case.training).get("every_n_layers", 1)
         spared = sorted(spared)[-every:]
