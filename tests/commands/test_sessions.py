@@ -29,8 +29,9 @@ def run(capsys, *words: str) -> str:
 
 def test_sessions_are_listed_shown_and_ended(server, token, capsys):
     client = Client(server)
-    client.post(COMPLETIONS, prompt=[64, 65], n=2, max_tokens=3)
-    client.post(COMPLETIONS, prompt=[64, 66], max_tokens=2, logit_bias={"5": 1})
+    whole = {"ignore_eos": True}  # one token in 258 would be the end
+    client.post(COMPLETIONS, prompt=[64, 65], n=2, max_tokens=3, **whole)
+    client.post(COMPLETIONS, prompt=[64, 66], max_tokens=2, logit_bias={"5": 1}, **whole)
     shown_id = client.id[:8]
     at = ("--url", server.url)
     (line,) = [line for line in run(capsys, *at).splitlines() if line.startswith(shown_id)]
