@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import activity, importing
 from trl_atropos.logging import speak
 from trl_atropos.privacy import close_to_others
 from trl_atropos.run_messages import (
@@ -58,7 +58,7 @@ def main() -> None:
     from trl_atropos.services.mps import prepare_mps
 
     prepare_mps(stated)
-    with activity("Importing PyTorch, Transformers and TRL"), without_vllm():
+    with importing("PyTorch, Transformers and TRL"), without_vllm():
         from trl_atropos.protocol import hide_token
         from trl_atropos.recipe import parse
 
@@ -199,7 +199,7 @@ def train(
     callbacks: Sequence["TrainerCallback"] = (),
 ) -> "AtroposGRPOTrainer":
     """Builds the trainer, trains, saves, and writes the run's summary. Returns the trainer."""
-    with activity("Importing the trainer"), without_vllm():
+    with importing("the trainer"), without_vllm():
         from trl_atropos.trainer import AtroposGRPOTrainer
     from trl_atropos.errors import PushError
     from trl_atropos.weights.checkpoint import disk_errors

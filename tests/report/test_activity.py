@@ -1,6 +1,7 @@
 """What takes long is said: after ten seconds, by its innermost name, and never in the middle of a
 bar."""
 
+import gc
 import logging
 import re
 import sys
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from tests.report.test_progress import terminal
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos import activity as module
-from trl_atropos.activity import Pacer, activity, duration, written
+from trl_atropos.activity import Pacer, activity, duration, importing, written
 from trl_atropos.logging import (
     ACTIVITY,
     disable_propagation,
@@ -211,3 +212,19 @@ def test_training_says_what_it_does(spoken, tiny_model, tmp_path, monkeypatch):
     }
     assert [line for line in begun if line.startswith("Step 2 has taken ")]
     assert not [thread for thread in threading.enumerate() if thread.name == "activity"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_are_said_and_leave_garbage_alone(collects, spoken):
+    """And whoever collects garbage does so again, also if an import fails."""
+    if not collects:
+        gc.disable()
+    try:
+        with pytest.raises(ModuleNotFoundError), importing("a module"):
+            wait_until(spoken)
+            assert not gc.isenabled()
+            raise ModuleNotFoundError
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert spoken()[0].startswith("Importing a module: ")

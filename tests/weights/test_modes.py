@@ -144,7 +144,7 @@ def test_server_and_trainer_agree_under_load(live: Live, tmp_path):
     }
     with rollouts(live, tmp_path) as source, live.trainer(publisher, **settings) as trainer:
         trainer.rollout_source = source
-        with Clients(live.server) as clients:
+        with Clients(live.server, publisher.publishes) as clients:
             trainer.train()
         sampled = [request for request in clients.requests if request.sampled is not None]
         first = publisher.seen[0]
@@ -193,6 +193,7 @@ def check_whole(
     whole = sorted(
         (row for row in samples if row.begun == row.ended), key=lambda row: len(row.tokens)
     )
+    assert whole, "no request ended with the version that it began with"
     for row in whole[-WHOLE_REQUESTS:]:
         difference = (row.logprobs - score(model, publisher.weights[row.begun], [row])[0]).abs()
         assert difference.max() <= tolerance(publisher), (

@@ -120,6 +120,7 @@ class WatchedPublisher(ServerPublisher):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
+        self.publishes = threading.Event()  # set from before a publish until it is proven
         self.seen: list[Publish] = []
         self.weights: dict[int, Weights] = {}  # by version
 
@@ -145,6 +146,7 @@ class WatchedPublisher(ServerPublisher):
         super()._pause(phase)
 
     def _await_requests(self) -> None:
+        self.publishes.set()
         # some may end before the pause takes hold, on a busy machine
         wait_for_requests(self._server, 3)
         self._began = time.monotonic()
@@ -161,6 +163,7 @@ class WatchedPublisher(ServerPublisher):
         self.weights[self.policy_version] = now
         if self.policy_version <= EVERY_VERSION_UNTIL or self.policy_version % 5 == 0:
             self._compare(before, now)
+        self.publishes.clear()
 
     def _compare(self, before: Weights | None, now: Weights) -> None:
         with ThreadPoolExecutor(NUM_SEQUENCES) as pool:
@@ -194,9 +197,12 @@ class Request:
 
 @dataclass
 class Clients:
-    """Threads that keep requests of 60 to 400 tokens in flight, as environments do."""
+    """Threads that keep requests of 60 to 400 tokens in flight while weights are published, as
+    environments do. What they asked while the trainer computes would prove nothing, and takes the
+    processor from it."""
 
     server: Server
+    publishes: threading.Event
     requests: list[Request] = field(default_factory=list)
 
     def __enter__(self) -> "Clients":
@@ -218,6 +224,8 @@ class Clients:
     def _run(self, seed: int, route: str) -> None:
         generator = random.Random(seed)
         while not self._stop.is_set():
+            if not self.publishes.wait(0.1):
+                continue
             # with an adapter, vLLM's CPU backend copies its weights for each token of a prompt
             most = 300 if generator.random() < LONG_PROMPTS else 40
             prompt = [generator.randrange(256) for _ in range(generator.randrange(4, most))]

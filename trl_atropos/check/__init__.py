@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import activity, importing
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.terminal import CommandParser, columns, lines_within
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> None:
 
 def examine(argv: list[str]) -> Report:
     """Examines the run that these arguments of the main job describe."""
-    with activity("Importing PyTorch, Transformers and TRL"):
+    with importing("PyTorch, Transformers and TRL"):
         from trl_atropos.check.launch import Launch, refused
         from trl_atropos.check.settings import packages, read
         from trl_atropos.report.run_log import versions

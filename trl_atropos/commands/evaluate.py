@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import activity, importing
 from trl_atropos.commands.words import command_parser, require_words
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
 from trl_atropos.privacy import close_to_others
@@ -37,7 +37,7 @@ def evaluate(words: list[str]) -> None:
     require_words(parser, words)
     options, settings = parser.parse_known_args(words)
     install_handlers()
-    with activity("Importing PyTorch, Transformers and TRL"):
+    with importing("PyTorch, Transformers and TRL"):
         from trl_atropos.protocol import hide_token
         from trl_atropos.recipe import parse
 

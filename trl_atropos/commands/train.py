@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import importing
 from trl_atropos.commands.words import command_parser, divide, require_words, with_recipe
 from trl_atropos.flags import stated_settings
 from trl_atropos.privacy import close_to_others
@@ -35,7 +35,7 @@ def train(words: list[str]) -> None:
     stated = apply_recipe_environment(with_recipe(words))
     if _names_agents(stated):
         close_to_others()
-    with activity("Importing accelerate's launcher"):
+    with importing("accelerate's launcher"):
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,7 +1,7 @@
 """Runs `trl-atropos try`. What it shows is made in `rehearsal.py`, which is imported once the
 recipe's variables are set."""
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import importing
 from trl_atropos.commands.words import command_parser, divide, require_words, with_recipe
 from trl_atropos.services.signals import install_handlers
 
@@ -28,7 +28,7 @@ def try_recipe(words: list[str]) -> None:
     launcher, settings = divide(words)
     settings = with_recipe(settings)  # the recipe may stand behind accelerate's flags
     apply_recipe_environment(settings)
-    with activity("Importing PyTorch, Transformers and TRL"):
+    with importing("PyTorch, Transformers and TRL"):
         from trl_atropos.commands.rehearsal import main
 
     main(launcher, settings)

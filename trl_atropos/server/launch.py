@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trl_atropos.activity import activity
+from trl_atropos.activity import importing
 from trl_atropos.errors import AtroposTrainingError, RecipeError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.modes import MODES
@@ -148,7 +148,7 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
     if mode.loads_files:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    with activity("Importing PyTorch"):
+    with importing("PyTorch"):
         import torch  # after the help text, which should not wait for it
 
     cpu = not torch.cuda.is_available()
@@ -161,7 +161,7 @@ def _serve(argv: list[str] | None, signals: list[int]) -> None:
     if cpu:
         _prepare_cpu(stated, eager="--enforce-eager" in arguments)
     sys.argv = ["trl-atropos serve", *arguments]
-    with activity("Importing vLLM"):
+    with importing("vLLM"):
         from trl_atropos.server.compat import note_signals, run_server
 
     # For the engine's processes, which need no token. On a GPU, they must not close themselves.
