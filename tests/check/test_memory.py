@@ -128,7 +128,7 @@ def running(model, tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.full  # as above
+@pytest.mark.full  # a measurement, too
 @pytest.mark.slow
 @on_cpu
 @pytest.mark.server

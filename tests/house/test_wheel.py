@@ -21,7 +21,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.conftest import FULL
 from tests.launching import ROOT, free_urls
 from trl_atropos.cli import COMMANDS
 
@@ -38,10 +37,7 @@ DISTRIBUTED = (
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
 COLUMNS = 80
-# The recipe's steps, or those after which the model surely learns: it begins near 0. After 100, the
-# reward of 16 runs was between 0.46 and 0.85.
-STEPS = 150 if FULL else 80
-LEARNED = 0.5 if FULL else 0.15
+STEPS = 150  # the recipe's own; after 100, the reward of 16 runs was between 0.46 and 0.85
 TASK = "a_rather_long_name"  # so that messages with its paths take several lines
 FOREIGN = ("PYTHONPATH", "COLUMNS")  # variables of this process that a newcomer does not have
 # The slow starts that `test_quickstart.py` and `test_as_users.py` make as users do.
@@ -202,8 +198,7 @@ def newcomer(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Newco
     person.type(command, "init", TASK, timeout=200)
     recipe = [f"{TASK}/cpu.yaml", *urls]
     person.type(command, "try", *recipe, timeout=400)
-    steps = ["--max_steps", str(STEPS)]
-    person.type(command, "train", *recipe, *steps, timeout=800)
+    person.type(command, "train", *recipe, timeout=800)
     person.type(command, "report", f"runs/{TASK}-cpu", timeout=200)
     return person
 
@@ -215,9 +210,9 @@ def test_template_learns_its_task(newcomer):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert summary["reward_first"] <= 0.1
-    assert summary["reward_last"] >= LEARNED
+    assert summary["reward_last"] >= 0.5
     scores = [result["avg@4"] for result in summary["evaluations"]]
-    assert len(scores) == 2 and scores[0] <= 0.1 and scores[1] >= LEARNED
+    assert len(scores) == 2 and scores[0] <= 0.1 and scores[1] >= 0.5
     assert (run / "model.safetensors").is_file()
     assert (run / "reward_curve.png").is_file()
     assert f"{STEPS} steps" in newcomer.screens["report"]

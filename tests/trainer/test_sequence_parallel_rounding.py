@@ -120,6 +120,7 @@ def require_as_near(folder: Path) -> None:
             assert distance(of_two, right, [name]) <= FARTHER_ALONE * alone, name
 
 
+@pytest.mark.slow
 def test_divided_rows_are_as_exact_as_whole_ones(tmp_path):
     model, tokens = tmp_path / "model", "256"
     make_model(str(model), 0, **asdict(Shape(64, 128, 2, 4, 2, 16)), dtype="bfloat16")
