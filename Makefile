@@ -1,5 +1,5 @@
 # make quickstart   install the CPU profile and train the quickstart's model
-# make test         install what the tests need and run those that see what a change usually breaks; a quarter of an hour
+# make test         install what the tests need and run those that see what a change usually breaks; ten minutes
 # make test-slow    run the others: whole runs, several servers and processes, faults
 # make test-all     run both, in one go: workers import everything once, and files of both share their servers
 # make test-matrix  all of them with TRL_ATROPOS_FULL=1: every combination of modes, stages and faults; several hours

@@ -2,7 +2,10 @@
 file comes first."""
 
 import gc
+import hashlib
+import math
 import os
+import subprocess
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +20,7 @@ os.environ.pop("COLUMNS", None)
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +60,18 @@ LONGEST = {
 }
 UNMEASURED = 34
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
+# Seconds since the epoch, after which no slow test begins. Continuous integration ends in time with
+# it on a machine that is too slow for all.
+SLOW_UNTIL = float(os.environ.get("TRL_ATROPOS_SLOW_UNTIL", "inf"))
+TIME_ENDS = math.isfinite(SLOW_UNTIL)
+NO_TIME = "no time was left, `make test-slow` runs it"
+# What users do, and what nothing else would tell: weights and log-probabilities that are equal bit
+# for bit.
+FIRST = [
+    "tests/weights/test_modes.py",
+    "tests/end_to_end/test_as_users.py",
+    "tests/server/test_sampled_logprobs.py",
+]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -68,7 +84,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
     config = session.config
     tier = config.option.markexpr or ("matrix" if FULL else "all")
-    chosen = config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
+    is_part = config.option.keyword or TIME_ENDS
+    chosen = is_part or config.args_source is pytest.Config.ArgsSource.ARGS
     if not chosen and not hasattr(config, "workerinput"):
         config.cache.set(f"seconds/{tier}", time.monotonic() - config.stash[BEGAN])
 
@@ -88,9 +105,34 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.time() > SLOW_UNTIL:
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the files of which a test was left out for want of time."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report.nodeid for report in skipped if NO_TIME in str(report.longrepr)]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} slow tests were left out: {NO_TIME}")
+        for name, number in Counter(map(file_of, left_out)).items():
+            terminalreporter.write_line(f"{number:4} of {name}")
+
+
 def order(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: a worker that begins with one at the end would leave
-    the others idle."""
+    """
+    The files that take longest come first: a worker that begins with one at the end would leave
+    the others idle.
+
+    If time ends, there is another order for each commit, so that every file has its turn. Those of
+    `FIRST` always come first.
+    """
+    if TIME_ENDS:
+        commit = commit_of_checkout()
+        items.sort(key=lambda item: place_in_draw(file_of(item.nodeid), commit))
+        return
     seconds: Counter[Path] = Counter()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
@@ -106,6 +148,26 @@ def order(items: list[pytest.Item]) -> None:
         is_measured = name in LONGEST
         seconds[path] = LONGEST[name] if is_measured else min(seconds[path], UNMEASURED)
     items.sort(key=lambda item: (-seconds[item.path], item.path))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def place_in_draw(file: str, commit: str) -> tuple[int, str]:
+    if file in FIRST:
+        return FIRST.index(file), ""
+    return len(FIRST), hashlib.sha256(f"{commit} {file}".encode()).hexdigest()
+
+
+def commit_of_checkout() -> str:
+    """An empty string if this is no checkout of git."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return found.stdout.strip()
 
 
 @pytest.fixture(autouse=True)

@@ -398,6 +398,7 @@ def test_running_server_is_asked_with_the_runs_token(server, server_model, desk,
 # -------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(desk):
     argv = desk.recipe(top_p=0.9, resume_from_checkpoint="checkpoint-7")
     command = [sys.executable, "-m", "trl_atropos.cli", "check", *argv, "--json"]

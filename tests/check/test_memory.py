@@ -194,6 +194,7 @@ def in_16_bits(tmp_path_factory) -> Iterator[Server]:
 @on_cpu
 @pytest.mark.server
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit"])
+@pytest.mark.slow
 def test_memory_savers_work_with_colocated_weights(optim, in_16_bits, tmp_path):
     """Of 16 bits, with checkpointing and offloaded masters; the probe compares both sides after
     every step."""
@@ -317,6 +318,7 @@ def test_servers_on_trainers_gpu_are_all_counted(large, tmp_path):
     assert each_its_own.total == each_its_own.trainer.total + each_its_own.server.total
 
 
+@pytest.mark.slow
 def test_adapter_alone_is_counted_for_trainer(large, tmp_path):
     found = on_gpus(tmp_path, large, **ADAPTER)
     # q and o, k and v, the MLP's
@@ -428,6 +430,7 @@ def test_gradients_of_earlier_micro_batches_count(large, tmp_path):
     assert divided.trainer.items["gradients"] == 4 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_teacher_costs_logits_of_whole_vocabulary(large, tmp_path):
     settings = {
         "per_device_train_batch_size": 2,
@@ -525,6 +528,7 @@ def test_sharding_divides_gradients_but_not_gathered(name, large, tmp_path):
     assert items.get("master weights", 0) == masters.get(name, 0)
 
 
+@pytest.mark.slow
 def test_divided_row_takes_slice_of_activations_and_whole_weights(large, tmp_path):
     settings = LONG
     offload = {"gradient_checkpointing_kwargs": {"offload": True}}
@@ -801,6 +805,7 @@ def written(offer: str) -> list[dict]:
 @pytest.mark.parametrize(
     "gib, settings", [(40, ROOMY), (26, ROOMY), (44, {"offload_master_weights": True, **ROOMY})]
 )
+@pytest.mark.slow
 def test_proposed_changes_are_enough_and_all_needed(gib, settings, large, tmp_path):
     found = on_gpus(tmp_path, large, gib, **settings)
     [finding] = findings(found)
@@ -882,6 +887,7 @@ def test_external_server_is_not_judged_by_run_flags(large, tmp_path):
     assert "set `max_sequence_length` to the server's `--max-model-len`" in finding.fix
 
 
+@pytest.mark.slow
 def test_self_chosen_micro_batches_are_to_shrink(large, tmp_path):
     settings = {
         "per_device_train_batch_size": 16,
@@ -894,6 +900,7 @@ def test_self_chosen_micro_batches_are_to_shrink(large, tmp_path):
     assert "`max_tokens_per_micro_batch: 1024` (saves" in text
 
 
+@pytest.mark.slow
 def test_long_rollouts_are_to_wait_in_host_memory_or_to_be_divided(large, tmp_path):
     settings = {**LONG, "max_sequence_length": 131072, "offload_master_weights": True}
     waiting = {"gradient_checkpointing_kwargs": {"offload": True}}

@@ -128,6 +128,7 @@ def test_trainers_of_step_benchmark_take_same_step():
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_delivery_is_measured_from_answers_to_rows():
     options = argparse.Namespace(sequences=16, tokens=100, group_size=4, rounds=2)
     result = delivery.run(options)
@@ -272,6 +273,7 @@ def ingested(tmp_path_factory) -> tuple[dict, Path, Path]:
     return json.loads(done.stdout), output, folder
 
 
+@pytest.mark.slow
 def test_ingest_is_measured_from_socket_to_tensors(ingested):
     result, _, _ = ingested
     assert (result["sequences"], result["tokens"]) == (256, 512)
@@ -449,6 +451,7 @@ def test_engine_that_does_not_start_says_why(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "gpus"), [("single_gpu.yaml", ["3"]), ("sp2.yaml", ["1", "3"])])
+@pytest.mark.slow
 def test_launched_process_sees_its_gpus(config, gpus, tmp_path):
     """Whatever the launcher itself sees: accelerate's files name GPUs of the machine."""
     script = tmp_path / "print_gpus.py"

@@ -111,6 +111,7 @@ def settings(tmp_path):
     return settings
 
 
+@pytest.mark.slow
 def test_pretraining_changes_all_weights(settings, monkeypatch):
     """Autocast keeps what it has cast: the optimizer's steps would change nothing but norms."""
     import make_model  # `target_exam` has put its folder on the path

@@ -370,6 +370,7 @@ def one_environment(command: str) -> dict[str, Any]:
 # ------------------------------------------------------------- before anything runs, and services
 
 
+@pytest.mark.slow
 def test_unknown_flag_is_refused(desk):
     """By the command of the README, which shows the message once."""
     argv = ["--config", "recipes/quickstart/colocate.yaml", "--learning_rte", "1"]
@@ -476,6 +477,7 @@ def test_server_without_control_routes_is_refused(handler, desk):
 
 
 @pytest.mark.parametrize("token", ["wrong", ""])
+@pytest.mark.slow
 def test_wrong_control_token_is_refused(token, desk, vllm):
     outcome = desk.run({TOKEN_VARIABLE: token}, vllm_server_base_url=vllm)
     assert_told(outcome, f"{vllm} refused the control token", f"Set {TOKEN_VARIABLE}")

@@ -53,6 +53,7 @@ def rewards_of(group: dict[str, Any]) -> list[dict[str, float] | None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_parts_and_metrics_pass_real_server_in_both_styles(api, run_info, tiny_model, tmp_path):
     spec = EnvironmentSpec(path=ENVIRONMENT)
     with Services(tmp_path / "logs") as services:

@@ -146,6 +146,7 @@ def ran(script: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_rollouts_collected_one_by_one_keep_logprobs(script):
     group = json.loads(ran(script).stdout.splitlines()[-1])
     assert group["scores"] == [0.0, 1.0, 2.0, 3.0]
@@ -156,6 +157,7 @@ def test_rollouts_collected_one_by_one_keep_logprobs(script):
     assert group["advantages"] == []  # which none of them has
 
 
+@pytest.mark.slow
 def test_unknown_setting_ends_environment_with_hint(script, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"env": {"max_new_token": 24}, "stated": ["max_new_token"]}))

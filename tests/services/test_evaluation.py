@@ -117,6 +117,7 @@ def results(evaluator: Evaluator) -> dict[str, Result]:
     return {result.name: result for result in found}
 
 
+@pytest.mark.slow
 def test_first_problems_are_asked_failures_are_unsolved(tiny_model, tmp_path, caplog):
     faulty = {
         "config": {"faults": {1: "weight"}, "max_num_workers": 3},

@@ -359,6 +359,7 @@ def test_rows_of_an_episode_are_one_answer(tmp_path):
     assert [group.scores for group in answer.groups] == [[0.0, 1.0]]
 
 
+@pytest.mark.slow
 def test_evaluation_survives_any_content_and_balances(in_memory):
     made = evaluator(in_memory)
     outcomes = {"read": 0, "failed": 0}

@@ -379,6 +379,7 @@ def _draw_ports(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.slow
 def test_processes_of_one_seed_draw_own_ports(method):
     mine = _draw_ports(5)
     with get_context(method).Pool(2) as pool:

@@ -140,6 +140,7 @@ def require_steps_of_one(
     return refusal
 
 
+@pytest.mark.slow
 def test_rows_of_two_processes_give_gradients_of_one(tiny_model, tmp_path):
     refusal = require_steps_of_one(tiny_model, tmp_path, 2, 2, *COVERING)
     assert "`sp_size` divides packed rows among processes" in refusal

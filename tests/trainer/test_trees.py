@@ -233,6 +233,7 @@ def filled_up(rows: list[Rollout], size: int) -> list[Rollout]:
     return rows + [untrained] * (size - len(rows))
 
 
+@pytest.mark.slow
 def test_tokens_of_trees_count_once_like_rows(tiny_model, tmp_path):
     """500 episodes in 63 steps, beside their paths as rollouts that do not branch."""
     batches = tree_batches(tiny_model, 63)

@@ -67,6 +67,7 @@ def test_installed_trl_has_expected_version():
     assert re.fullmatch(r"1\.16\.\d+", version("trl"))
 
 
+@pytest.mark.slow
 def test_rank_imports_no_vllm_but_may_later():
     program = """
 import importlib.util, os, sys

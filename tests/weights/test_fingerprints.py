@@ -297,6 +297,7 @@ assert by_kernel(transposed) == [f.fingerprint(values).tolist()]
 """
 
 
+@pytest.mark.slow
 def test_gpu_kernel_computes_same_in_interpreter():
     """Triton's interpreter runs it on the CPU."""
     pytest.importorskip("triton")

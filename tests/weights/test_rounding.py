@@ -193,6 +193,7 @@ def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_gradients_in_16_bits_stay_near_float64(tiny_model, tmp_path, name):
     case, model = CASES[name], tiny_model
     groups = rollouts(tiny_model)

@@ -45,7 +45,7 @@ from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.services.manager import free_port
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 PROMPT = [64, 65, 66, 28]
 
 
@@ -566,7 +566,6 @@ def test_sessions_before_a_run_are_not_counted_in_it(policy, server, api, tmp_pa
         assert metrics["sessions/opened"] == metrics["sessions/ended_deleted"] == 1
 
 
-@pytest.mark.slow
 def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, api, tmp_path):
     """What the environment asks for while the trainer trains waits at the server, until the next
     version is there."""
@@ -591,7 +590,6 @@ def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, api, tmp_p
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("second", [240, 24])
 def test_held_requests_bound_mean_staleness_by_one(policy, book, server, api, tmp_path, second):
     """What waited begins with the next policy, also where a batch is complete then and taken at
@@ -619,7 +617,6 @@ def test_held_requests_bound_mean_staleness_by_one(policy, book, server, api, tm
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
 
 
-@pytest.mark.slow
 def test_max_staleness_0_hands_out_no_older_rows(policy, book, server, api, tmp_path):
     with closing(
         AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)

@@ -1,0 +1,55 @@
+"""Which tests are left out where time ends, and in what order the others run."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import FIRST, TESTS, place_in_draw
+
+ROOT = TESTS.parent
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(TESTS.rglob("test_*.py"))]
+SAMPLE = """
+import pytest
+
+@pytest.mark.slow
+def test_whole_run():
+    pass
+
+def test_function():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        (600.0, "2 passed"),
+        (-1.0, "1 passed, 1 skipped"),
+    ],
+)
+def test_slow_test_begins_only_while_time_is_left(tmp_path, left, told):
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), str(tmp_path)]
+    variables = os.environ | {"TRL_ATROPOS_SLOW_UNTIL": str(time.time() + left)}
+    ended = subprocess.run(
+        [*command, *options], cwd=ROOT, env=variables, capture_output=True, text=True, check=True
+    )
+    *others, last = ended.stdout.splitlines()
+    assert told in last
+    named = [line for line in others if line.endswith("test_sample.py")]
+    assert len(named) == (left < 0)
+
+
+def test_every_file_has_its_turn_among_commits():
+    """Of the first quarter of the files, all are in that of some commit."""
+    quarter = len(FILES) // 4
+    begun = set()
+    for commit in map(str, range(40)):
+        drawn = sorted(FILES, key=lambda file: place_in_draw(file, commit))
+        assert drawn[: len(FIRST)] == FIRST
+        begun.update(drawn[:quarter])
+    assert begun == set(FILES)
