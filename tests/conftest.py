@@ -28,6 +28,7 @@ from trl_atropos import protocol
 
 gc.disable()  # a fifth of what the imports of all tests take; until the tests are collected
 BEGAN = pytest.StashKey[float]()
+BEGUN: set[Path] = set()  # files of which a slow test has run in this process
 TESTS = Path(__file__).parent
 # Seconds of the files that take longest, as `make test-all PYTEST_ARGS=--durations=0` adds up. Of
 # others, the marks of their tests say how long they take, up to `UNMEASURED` a file.
@@ -60,9 +61,10 @@ LONGEST = {
 }
 UNMEASURED = 34
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
-# Seconds since the epoch, after which no slow test begins. Continuous integration ends in time with
-# it on a machine that is too slow for all.
+# Seconds since the epoch, after which no file begins with slow tests. Continuous integration ends in
+# time with it on a machine that is too slow for all.
 SLOW_UNTIL = float(os.environ.get("TRL_ATROPOS_SLOW_UNTIL", "inf"))
+GRACE = 150.0  # seconds that a file which has begun may go on, because its servers run
 TIME_ENDS = math.isfinite(SLOW_UNTIL)
 NO_TIME = "no time was left, `make test-slow` runs it"
 # What users do, and what nothing else would tell: weights and log-probabilities that are equal bit
@@ -107,8 +109,12 @@ def pytest_runtestloop() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("slow") and time.time() > SLOW_UNTIL:
+    if not item.get_closest_marker("slow"):
+        return
+    ends = SLOW_UNTIL + GRACE if item.path in BEGUN else SLOW_UNTIL
+    if time.time() > ends:
         pytest.skip(NO_TIME)
+    BEGUN.add(item.path)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -335,6 +335,7 @@ def test_adapter_alone_is_counted_for_trainer(large, tmp_path):
     assert found.server.host["adapters"] == 8 * 2 * adapter
 
 
+@pytest.mark.slow
 def test_large_vocabulary_logits_are_never_whole(large, tmp_path):
     fields = json.loads((Path(large) / "config.json").read_text())
     (tmp_path / "small").mkdir()
@@ -551,6 +552,7 @@ def test_divided_row_takes_slice_of_activations_and_whole_weights(large, tmp_pat
     assert offloaded.host == 2 * offloaded.trainer.host_total
 
 
+@pytest.mark.slow
 def test_row_twice_as_long_takes_twice_the_activations(large, tmp_path):
     """A packed row has no mask of all tokens by all tokens."""
     taken = []

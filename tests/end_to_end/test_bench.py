@@ -284,11 +284,13 @@ def test_ingest_is_measured_from_socket_to_tensors(ingested):
     assert result["memory_ratio"] == result["peak_bytes"] / result["reply_bytes"]
 
 
+@pytest.mark.slow
 def test_ingest_takes_little_memory(ingested):
     """A loose bound, because the batch is small; an object per token would break it."""
     assert 1 < ingested[0]["memory_ratio"] < 8
 
 
+@pytest.mark.slow
 def test_ingest_file_has_output_and_reply_is_gone(ingested):
     result, output, folder = ingested
     assert json.loads(output.read_text()) == result

@@ -12,10 +12,18 @@ from tests.conftest import FIRST, TESTS, place_in_draw
 ROOT = TESTS.parent
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(TESTS.rglob("test_*.py"))]
 SAMPLE = """
-import pytest
+import pytest, tests.conftest
 
 @pytest.mark.slow
 def test_whole_run():
+    tests.conftest.SLOW_UNTIL -= 600
+
+@pytest.mark.slow
+def test_another_of_its_server():
+    tests.conftest.SLOW_UNTIL -= tests.conftest.GRACE
+
+@pytest.mark.slow
+def test_late_one():
     pass
 
 def test_function():
@@ -26,11 +34,12 @@ def test_function():
 @pytest.mark.parametrize(
     ("left", "told"),
     [
-        (600.0, "2 passed"),
-        (-1.0, "1 passed, 1 skipped"),
+        (3600.0, "4 passed"),
+        (580.0, "3 passed, 1 skipped"),
+        (-1.0, "1 passed, 3 skipped"),
     ],
 )
-def test_slow_test_begins_only_while_time_is_left(tmp_path, left, told):
+def test_slow_tests_begin_only_while_time_is_left(tmp_path, left, told):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), str(tmp_path)]
@@ -41,7 +50,7 @@ def test_slow_test_begins_only_while_time_is_left(tmp_path, left, told):
     *others, last = ended.stdout.splitlines()
     assert told in last
     named = [line for line in others if line.endswith("test_sample.py")]
-    assert len(named) == (left < 0)
+    assert bool(named) == ("skipped" in told)
 
 
 def test_every_file_has_its_turn_among_commits():

@@ -35,6 +35,7 @@ from trl_atropos.protocol import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
+pytestmark = pytest.mark.slow
 SERVER_ENVIRONMENT = server_process.ENVIRONMENT | FORKED_ENGINES
 TOKEN = "the-token-of-the-shared-server"
 MARKER = "TRL_ATROPOS_TEST_WRONG_INPUTS"
@@ -370,7 +371,6 @@ def one_environment(command: str) -> dict[str, Any]:
 # ------------------------------------------------------------- before anything runs, and services
 
 
-@pytest.mark.slow
 def test_unknown_flag_is_refused(desk):
     """By the command of the README, which shows the message once."""
     argv = ["--config", "recipes/quickstart/colocate.yaml", "--learning_rte", "1"]
@@ -399,7 +399,6 @@ def test_weights_that_vllm_reorders_are_copied(desk):
     )
 
 
-@pytest.mark.slow
 def test_architecture_unknown_to_vllm_is_reported(desk):
     outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_vllm"), start_vllm=True)
     assert_told(
@@ -477,7 +476,6 @@ def test_server_without_control_routes_is_refused(handler, desk):
 
 
 @pytest.mark.parametrize("token", ["wrong", ""])
-@pytest.mark.slow
 def test_wrong_control_token_is_refused(token, desk, vllm):
     outcome = desk.run({TOKEN_VARIABLE: token}, vllm_server_base_url=vllm)
     assert_told(outcome, f"{vllm} refused the control token", f"Set {TOKEN_VARIABLE}")
@@ -538,7 +536,6 @@ def test_one_memory_of_two_servers_is_refused(desk, vllm):
 # -------------------------------------------------------------------------- Atropos and rollouts
 
 
-@pytest.mark.slow(35)
 def test_missing_atropos_api_is_reported(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm)
     assert_told(
@@ -647,7 +644,6 @@ def test_rollouts_that_make_no_sense_are_refused(name, desk, vllm, atropos):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_groups_larger_than_the_batch_are_refused(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
     command = (

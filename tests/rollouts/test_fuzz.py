@@ -51,6 +51,7 @@ def no_warnings(caplog):
     derandomize=not FULL,
 )
 @given(body=malformed_bodies)
+@pytest.mark.slow
 def test_batch_is_refused_or_admitted_as_by_oracle(body):
     single = ("raw", "zero", "refuse")[len(body) % 3]
     expected = read(body)
