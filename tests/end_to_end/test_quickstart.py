@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import FULL
+from tests.tiers import FULL
 from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT, Run, free_urls, make_model, users_environment
 from tests.report.browser import Browser, find_browser

@@ -7,20 +7,20 @@ import time
 
 import pytest
 
-from tests.conftest import FIRST, TESTS, place_in_draw
+from tests.tiers import FIRST, TESTS, place_in_draw
 
 ROOT = TESTS.parent
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(TESTS.rglob("test_*.py"))]
 SAMPLE = """
-import pytest, tests.conftest
+import pytest, tests.tiers
 
 @pytest.mark.slow
 def test_whole_run():
-    tests.conftest.SLOW_UNTIL -= 600
+    tests.tiers.SLOW_UNTIL -= 600
 
 @pytest.mark.slow
 def test_another_of_its_server():
-    tests.conftest.SLOW_UNTIL -= tests.conftest.GRACE
+    tests.tiers.SLOW_UNTIL -= tests.tiers.GRACE
 
 @pytest.mark.slow
 def test_late_one():
