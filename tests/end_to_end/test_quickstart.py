@@ -16,10 +16,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.tiers import FULL
 from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT, Run, free_urls, make_model, users_environment
 from tests.report.browser import Browser, find_browser
+from tests.tiers import FULL
 from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
 from trl_atropos.services.evaluation_results import read_result
