@@ -1,5 +1,5 @@
-"""The tiny model that every test of the trainer uses, an environment off the network, and which
-file comes first."""
+"""The tiny model that every test of the trainer uses, and an environment off the network. Which
+tests run, and in what order, is in `tiers.py`."""
 
 import gc
 import os

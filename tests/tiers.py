@@ -16,35 +16,35 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 # Seconds of the files that take longest, as `make test-all PYTEST_ARGS=--durations=0` adds up. Of
 # others, the marks of their tests say how long they take, up to `UNMEASURED` a file.
 LONGEST = {
-    "weights/test_modes.py": 260,
-    "end_to_end/test_as_users.py": 140,
-    "check/test_memory.py": 130,
-    "end_to_end/test_quickstart.py": 130,
-    "house/test_wheel.py": 115,
-    "front/test_serve.py": 85,
-    "weights/test_several_servers.py": 110,
-    "weights/test_versions.py": 70,
-    "weights/test_faults.py": 83,
-    "trainer/test_equal_to_trl.py": 80,
-    "end_to_end/test_bench.py": 73,
-    "end_to_end/test_embedded.py": 70,
-    "batches/test_packing.py": 65,
-    "end_to_end/test_recipes.py": 60,
-    "recipe/test_wrong_inputs.py": 55,
-    "recipe/test_mistakes.py": 55,
-    "end_to_end/test_agents.py": 50,
-    "weights/test_fingerprints.py": 50,
-    "trainer/test_equal_processes.py": 45,
-    "weights/test_gather.py": 45,
-    "services/test_restarts.py": 42,
-    "trainer/test_trees.py": 41,
-    "weights/test_sharded_publish.py": 40,
-    "commands/test_mistakes.py": 36,
-    "check/test_check.py": 35,
+    "tests/weights/test_modes.py": 260,
+    "tests/end_to_end/test_as_users.py": 140,
+    "tests/check/test_memory.py": 130,
+    "tests/end_to_end/test_quickstart.py": 130,
+    "tests/house/test_wheel.py": 115,
+    "tests/front/test_serve.py": 85,
+    "tests/weights/test_several_servers.py": 110,
+    "tests/weights/test_versions.py": 70,
+    "tests/weights/test_faults.py": 83,
+    "tests/trainer/test_equal_to_trl.py": 80,
+    "tests/end_to_end/test_bench.py": 73,
+    "tests/end_to_end/test_embedded.py": 70,
+    "tests/batches/test_packing.py": 65,
+    "tests/end_to_end/test_recipes.py": 60,
+    "tests/recipe/test_wrong_inputs.py": 55,
+    "tests/recipe/test_mistakes.py": 55,
+    "tests/end_to_end/test_agents.py": 50,
+    "tests/weights/test_fingerprints.py": 50,
+    "tests/trainer/test_equal_processes.py": 45,
+    "tests/weights/test_gather.py": 45,
+    "tests/services/test_restarts.py": 42,
+    "tests/trainer/test_trees.py": 41,
+    "tests/weights/test_sharded_publish.py": 40,
+    "tests/commands/test_mistakes.py": 36,
+    "tests/check/test_check.py": 35,
 }
 UNMEASURED = 34
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
@@ -94,7 +94,7 @@ def order(items: list[pytest.Item]) -> None:
         commit = commit_of_checkout()
         items.sort(key=lambda item: place_in_draw(file_of(item.nodeid), commit))
         return
-    seconds: Counter[Path] = Counter()
+    seconds: Counter[str] = Counter()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
         if "slow" in marks:
@@ -103,15 +103,14 @@ def order(items: list[pytest.Item]) -> None:
             takes = marks["seconds"].args[0]
         else:
             takes = 5 if "server" in marks else 1
-        seconds[item.path] += 0 if "skip" in marks else takes
-    for path in seconds:
-        name = path.relative_to(TESTS).as_posix()
-        is_measured = name in LONGEST
-        seconds[path] = LONGEST[name] if is_measured else min(seconds[path], UNMEASURED)
-    items.sort(key=lambda item: (-seconds[item.path], item.path))
+        seconds[file_of(item.nodeid)] += 0 if "skip" in marks else takes
+    for file in seconds:
+        seconds[file] = LONGEST.get(file, min(seconds[file], UNMEASURED))
+    items.sort(key=lambda item: (-seconds[file_of(item.nodeid)], item.path))
 
 
 def file_of(nodeid: str) -> str:
+    """`tests/house/test_tiers.py` of `tests/house/test_tiers.py::test_every_file_has_its_turn`."""
     return nodeid.partition("::")[0]
 
 
@@ -125,7 +124,7 @@ def commit_of_checkout() -> str:
     """An empty string if this is no checkout of git."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return found.stdout.strip()

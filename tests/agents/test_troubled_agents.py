@@ -96,10 +96,10 @@ async def _value(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "times", [3, pytest.param(71, marks=[pytest.mark.full, pytest.mark.timeout(3000)])]
 )
-@pytest.mark.slow
 def test_trouble_is_told_apart_and_accounted_for(server, tmp_path, monkeypatch, times):
     """With 3 of each behaviour, there are 42 episodes; with 71, 994."""
     metrics = tmp_path / "metrics.jsonl"

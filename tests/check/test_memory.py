@@ -191,10 +191,10 @@ def in_16_bits(tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 @on_cpu
 @pytest.mark.server
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit"])
-@pytest.mark.slow
 def test_memory_savers_work_with_colocated_weights(optim, in_16_bits, tmp_path):
     """Of 16 bits, with checkpointing and offloaded masters; the probe compares both sides after
     every step."""
@@ -804,10 +804,10 @@ def written(offer: str) -> list[dict]:
     return changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gib, settings", [(40, ROOMY), (26, ROOMY), (44, {"offload_master_weights": True, **ROOMY})]
 )
-@pytest.mark.slow
 def test_proposed_changes_are_enough_and_all_needed(gib, settings, large, tmp_path):
     found = on_gpus(tmp_path, large, gib, **settings)
     [finding] = findings(found)

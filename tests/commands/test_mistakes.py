@@ -143,7 +143,6 @@ def death_of(process: Process, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", LOST)
-@pytest.mark.slow
 def test_mistake_that_atropos_hides_is_in_its_log(name, processes):
     process = processes[name]
     log = EnvironmentLog(process.log)

@@ -27,7 +27,6 @@ def run(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_sessions_are_listed_shown_and_ended(server, token, capsys):
     client = Client(server)
     whole = {"ignore_eos": True}  # one token in 258 would be the end

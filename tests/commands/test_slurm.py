@@ -143,13 +143,19 @@ def test_trainers_and_servers_start_with_one_token(cluster, tmp_path):
     assert len(tokens) == 1 and re.fullmatch("[0-9a-f]{48}", tokens.pop())
     assert {one["mode"] for one in told} == {"0o600"}
     assert not (tmp_path / "out/token-7").exists()  # the job took it away
-    waiting, ready, *_ = done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    waiting, next_line, *_ = lines
     assert re.fullmatch(
         r"Waiting for the server at http://127\.0\.0\.1:29001, \d+ s: see .*", waiting
     )
-    assert ready.startswith(
+    assert next_line.startswith(
         ("Waiting for the server", "A server is ready at http://127.0.0.1:29001")
     )
+    ready = [line for line in lines if line.startswith("A server is ready")]
+    assert [re.sub(r" after \d+ s$", "", line) for line in ready] == [
+        "A server is ready at http://127.0.0.1:29001",
+        "A server is ready at http://127.0.0.1:29002",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -452,8 +452,8 @@ def test_engine_that_does_not_start_says_why(tmp_path):
         engine.close()
 
 
-@pytest.mark.parametrize(("config", "gpus"), [("single_gpu.yaml", ["3"]), ("sp2.yaml", ["1", "3"])])
 @pytest.mark.slow
+@pytest.mark.parametrize(("config", "gpus"), [("single_gpu.yaml", ["3"]), ("sp2.yaml", ["1", "3"])])
 def test_launched_process_sees_its_gpus(config, gpus, tmp_path):
     """Whatever the launcher itself sees: accelerate's files name GPUs of the machine."""
     script = tmp_path / "print_gpus.py"

@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from tests.tiers import FIRST, TESTS, place_in_draw
+from tests.tiers import FIRST, LONGEST, ROOT, place_in_draw
 
-ROOT = TESTS.parent
-FILES = [path.relative_to(ROOT).as_posix() for path in sorted(TESTS.rglob("test_*.py"))]
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/*/test_*.py"))]
 SAMPLE = """
 import time
 import pytest
@@ -53,6 +52,10 @@ def test_slow_tests_begin_only_while_time_is_left(tmp_path, left, told):
     left_out = told.partition(", ")[2].split()[0]
     (named,) = [line for line in others if line.endswith("test_sample.py")]
     assert named.split()[0] == left_out
+
+
+def test_files_that_are_named_are_there():
+    assert {*FIRST, *LONGEST} <= {*FILES}
 
 
 def test_every_file_has_its_turn_among_commits():

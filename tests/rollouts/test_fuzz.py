@@ -5,7 +5,6 @@ import http.server
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from benchmarks.ingest_roles import replying
 from tests.rollouts import oracle
 from tests.rollouts.conftest import make_group
 from tests.rollouts.malformed import malformed_bodies
+from tests.tiers import FULL
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
@@ -28,7 +28,6 @@ from trl_atropos.rollouts.wire import decode_reply, read_group
 from trl_atropos.rollouts.wire_values import RejectedGroup
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
-FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same
 NO_BATCH_YET: list[Any] = []
 DEEP = 100  # lists within lists, above which a parser may give up
 DTYPES = {"prompt_ids": "int32", "completion_ids": "int32", "mask": "bool", "logprobs": "float32"}
@@ -43,15 +42,15 @@ def no_warnings(caplog):
     caplog.set_level(logging.ERROR)  # there are thousands
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(20)
 @settings(
     max_examples=10_000 if FULL else 4_000,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=not FULL,
+    derandomize=not FULL,  # else other examples each time, not always the same
 )
 @given(body=malformed_bodies)
-@pytest.mark.slow
 def test_batch_is_refused_or_admitted_as_by_oracle(body):
     single = ("raw", "zero", "refuse")[len(body) % 3]
     expected = read(body)

@@ -52,8 +52,8 @@ def rewards_of(group: dict[str, Any]) -> list[dict[str, float] | None]:
     return [rollout.rewards for rollout in admitted(group)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_parts_and_metrics_pass_real_server_in_both_styles(api, run_info, tiny_model, tmp_path):
     spec = EnvironmentSpec(path=ENVIRONMENT)
     with Services(tmp_path / "logs") as services:

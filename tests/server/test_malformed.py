@@ -3,7 +3,6 @@
 notices."""
 
 import json
-import os
 import random
 import threading
 import time
@@ -14,9 +13,10 @@ import requests
 from vllm import SamplingParams
 
 from tests.server_process import Server
+from tests.tiers import FULL
 
 pytestmark = pytest.mark.server
-BODIES = 5000 if os.environ.get("TRL_ATROPOS_FULL") else 300
+BODIES = 5000 if FULL else 300
 SERVED_WITHIN = 20.0  # seconds, for a request of four tokens beside the malformed ones
 
 # A value of the wrong type each: vLLM's engine process cannot decode it, and hears nothing more

@@ -378,8 +378,8 @@ def _draw_ports(number: int) -> list[int]:
     return [free_port() for _ in range(number)]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_of_one_seed_draw_own_ports(method):
     mine = _draw_ports(5)
     with get_context(method).Pool(2) as pool:

@@ -8,7 +8,6 @@ whole, padded as TRL does, or that computes each path of an episode alone.
 """
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.rollout_factory import (
 )
 from tests.rollouts.trees import group_of, item_of, random_episode, trained_by
 from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
+from tests.tiers import FULL
 from tests.trainer.test_distillation import taught
 from tests.trainer.test_trees import AloneTrainer
 from tests.trainer.test_two_processes import PLAIN_STEPS
@@ -62,7 +62,6 @@ RUNS |= {
     for layout in ("as drawn", "by length", "by tokens")
 }
 OURS = [name for name, (_, layout) in RUNS.items() if layout != "padded"]  # that is TRL's own
-FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 # Sharding, processes, and how many of these divide a row.
 # Two processes of DDP: `test_two_processes.py`. Four take minutes.
 COVERING = [("zero3", 2, 1), ("fsdp2", 2, 1)]

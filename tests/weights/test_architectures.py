@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from tests.forge import SERVER
 from tests.server_process import running_server
+from tests.tiers import FULL
 from tests.weights.architectures import ENVIRONMENT, FAMILIES, Row, read_rows
 from tests.weights.architectures import make_model as save_family
 from tests.weights.live import snapshot
@@ -22,11 +23,7 @@ pytestmark = pytest.mark.slow
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
 DIFFERENT = ("Gemma 2", "GPT-2", "GPT-OSS", "GLM-4-MoE")
-CHECKED = (
-    RUNNING
-    if os.environ.get("TRL_ATROPOS_FULL") == "1"
-    else [name for name in RUNNING if name in DIFFERENT]
-)
+CHECKED = RUNNING if FULL else [name for name in RUNNING if name in DIFFERENT]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ breaks."""
 import contextlib
 import json
 import math
-import os
 import re
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.server_process import running_server
+from tests.tiers import FULL
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
@@ -30,7 +30,7 @@ def probe(trainer) -> float:
     return trainer.policy_publisher.probe()
 
 
-PUBLISHES = 50 if os.environ.get("TRL_ATROPOS_FULL") == "1" else 25  # under load
+PUBLISHES = 50 if FULL else 25  # under load
 
 
 def allowed(trainer) -> float:

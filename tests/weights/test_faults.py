@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.server_process import Server, running_server
+from tests.tiers import FULL
 from tests.weights import faults
 from tests.weights.faults import (
     FIRST_VERSION,
@@ -109,11 +110,7 @@ POINTS = {mode: points[:-1] + ["step"] * (mode == "colocate") for mode, points i
 PRODUCT = [
     (mode, point, way) for mode, points in POINTS.items() for point in points for way in WAYS
 ]
-CASES = COVERING + (
-    [case for case in PRODUCT if case not in COVERING]
-    if os.environ.get("TRL_ATROPOS_FULL") == "1"
-    else []
-)
+CASES = COVERING + ([case for case in PRODUCT if case not in COVERING] if FULL else [])
 
 
 class Keeper:

@@ -307,7 +307,6 @@ def adapted(tiny_model: Path, case: str, raw: dict[str, torch.Tensor]) -> torch.
     return model
 
 
-@pytest.mark.slow
 def test_processes_have_stated_sharding(ranks):
     kind = ranks[0]["kind"]
     whole = sum(tensor.numel() for tensor in ranks[0]["full"]["raw"].values())

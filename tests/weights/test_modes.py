@@ -1,6 +1,5 @@
 """Every way in which weights reach a server, against a real server."""
 
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from peft import LoraConfig
 
 from tests.launching import ROOT, free_urls
 from tests.rollout_factory import step_logs
+from tests.tiers import FULL
 from tests.weights import trainers
 from tests.weights.live import (
     ADAPTERS,
@@ -43,7 +43,6 @@ from trl_atropos.weights.publisher import NullPublisher
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
 BATCHES = 3  # from the environment
 PUBLISHES = 50 if FULL else BATCHES
 WHOLE_REQUESTS = 30  # of the clients, that are compared token by token

@@ -115,7 +115,6 @@ def another_trainer(server: Server) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-@pytest.mark.slow
 def test_adapter_mode_without_adapter_is_refused(lora_server, build, mode):
     with pytest.raises(
         AttachError, match=r"the run has none: set `use_peft: true`.*or use `vllm_mode: colocate`"

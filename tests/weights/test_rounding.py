@@ -192,8 +192,8 @@ def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor
     return (difference.norm() / norm).item()
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_in_16_bits_stay_near_float64(tiny_model, tmp_path, name):
     case, model = CASES[name], tiny_model
     groups = rollouts(tiny_model)

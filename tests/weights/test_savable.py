@@ -100,7 +100,6 @@ UNSAVABLE: dict[str, tuple[Callable[[dict[str, Any]], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNSAVABLE)
-@pytest.mark.slow
 def test_unsavable_part_is_refused_before_first_step(name, tiny_model, tmp_path, monkeypatch):
     spoil, what, fix = UNSAVABLE[name]
     given = parts(tiny_model, tmp_path)
