@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 import uuid
+import warnings
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,7 +40,7 @@ from trl_atropos.services.manager import (
     require_shared_memory,
     require_sockets,
 )
-from trl_atropos.services.mps import start_mps
+from trl_atropos.services.mps import MPS_SHARE, prepare_mps, start_mps
 from trl_atropos.services.service_log import tail
 from trl_atropos.services.starting import start_services
 from trl_atropos.train import apply_recipe_environment
@@ -592,3 +593,14 @@ def test_api_is_reset_before_environments_register(services, tmp_path):
 def test_mps_without_writable_log_is_skipped():
     with pytest.warns(UserWarning, match="goes on without NVIDIA's MPS .*nowhere"):
         start_mps("/proc/nowhere/logs")
+
+
+def test_share_of_the_gpu_is_warned_of(monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # `prepare_mps` sets it otherwise
+    monkeypatch.setenv(MPS_SHARE, "75")
+    with pytest.warns(UserWarning, match=f"{MPS_SHARE}` gives the trainer 75 % .* Unset it"):
+        prepare_mps({"mps": False})
+    monkeypatch.setenv(MPS_SHARE, "100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_mps({"mps": False})

@@ -14,6 +14,7 @@ from trl_atropos.activity import activity
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
 
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MPS_TIMEOUT = 30.0  # seconds until the first process of NVIDIA's MPS has begun
 # In a folder of its own, where no other program gets to it.
 MPS_COMMAND = (
@@ -27,8 +28,17 @@ raise SystemExit(min(255, result))"""
 
 def prepare_mps(stated: Mapping[str, Any]) -> None:
     """Starts NVIDIA's Multi-Process Service if the `stated` settings have `mps: true`, and gives
-    this process its place under it, below the server. Warns if CUDA has begun without it."""
+    this process its place under it, below the server. Warns if CUDA has begun without it, and if
+    this process may have only a share of the GPU."""
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    share = os.environ.get(MPS_SHARE, "")
+    if share not in ("", "100"):
+        warnings.warn(
+            f"`{MPS_SHARE}` gives the trainer {share} % of the GPU under NVIDIA's MPS. With 75 and "
+            "85 on an H200 (driver 580), a forward pass computed other numbers each time, or NaN. "
+            "Unset it",
+            stacklevel=1,
+        )
     if str(stated.get("mps")).lower() not in ("", "1", "t", "true", "y", "yes"):
         return
     torch = sys.modules.get("torch")
