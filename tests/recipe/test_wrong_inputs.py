@@ -33,9 +33,9 @@ from tests.forge import FORKED_ENGINES, TRAINER
 from tests.server_process import Server, free_port, running_server
 from trl_atropos.protocol import TOKEN_VARIABLE
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
-pytestmark = pytest.mark.slow
 SERVER_ENVIRONMENT = server_process.ENVIRONMENT | FORKED_ENGINES
 TOKEN = "the-token-of-the-shared-server"
 MARKER = "TRL_ATROPOS_TEST_WRONG_INPUTS"
