@@ -82,8 +82,8 @@ soak: $(VENV)/.installed-test
 # Runs in the environment of PYTHON, since only the user knows which build of torch and vLLM fits the driver.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -s tests/weights tests/batches tests/services tests/check/test_memory_gpu.py \
-		tests/trainer/test_sequence_parallel_rounding.py tests/end_to_end/test_several_gpus.py \
-		tests/end_to_end/test_recipes_gpu.py tests/end_to_end/test_sessions.py $(PYTEST_ARGS)
+		tests/trainer tests/end_to_end/test_several_gpus.py tests/end_to_end/test_recipes_gpu.py \
+		tests/end_to_end/test_sessions.py $(PYTEST_ARGS)
 	$(PYTHON) -m trl_atropos.cli bench weights --params 0.6B,8B --ranks 32 --modes colocate,server,nccl_lora,lora
 
 bench-gpu:

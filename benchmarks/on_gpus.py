@@ -91,6 +91,7 @@ JOBS = (
         needs="target_model",
     ),
     _tests("tests_memory", "tests/check/test_memory_gpu.py", 15),
+    _tests("tests_share", "tests/trainer/test_gpu_share.py", 4),
     _tests("tests_divided", "tests/trainer/test_sequence_parallel_rounding.py", 8, gpus=2),
     _bench("step_64k", OF_64K, 8),
     _bench("step_32k", OF_32K, 8),

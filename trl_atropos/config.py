@@ -263,8 +263,11 @@ class AtroposGRPOConfig(GRPOConfig):
             `"auto"`, it is the fastest of those that are installed and right. cuDNN is one of them
             if `max_sequence_length` or `max_completion_length` is 4096 or more.
         compile_layers (`bool`, *optional*):
-            Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense
+            Whether to compile decoder layers (`torch.compile`). By default on GPUs, for dense
             models of 50 million parameters or more that are not sharded.
+        gpu_share (`float`, *optional*):
+            Share of the GPU that the trainer computes on under NVIDIA's MPS, such as `0.75`. By
+            default all.
         numerics (`str`, *optional*, defaults to `"default"`):
             How closely trainer and server compute the same: `"default"`, `"float32_head"`,
             `"float16"`, or on Hopper GPUs `"bitwise"` (docs/exactness.md). If the run does not
@@ -326,6 +329,7 @@ class AtroposGRPOConfig(GRPOConfig):
     share_prompts: bool | None = None
     attention_kernel: str = "auto"
     compile_layers: bool | None = None
+    gpu_share: float | None = None
     numerics: str = "default"
     eval_hold: bool | None = None
     eval_timeout: float = 3600.0
@@ -358,6 +362,7 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_choices()
         self._check_noise()
         self._check_least_values()
+        self._check_gpu_share()
         self._check_steps()
         self.sp_size = self._launched_sp_size()  # no setting of a recipe
         self.require_divisible_rows(self.sp_size, int(os.environ.get("WORLD_SIZE", 1)))
@@ -437,6 +442,12 @@ class AtroposGRPOConfig(GRPOConfig):
                 fits = value < math.inf
             if not fits:
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.", name)
+
+    def _check_gpu_share(self) -> None:
+        share = self.gpu_share
+        if share is not None and not 0 < share <= 1:
+            fix = "Set it to a number above 0 and up to 1, such as 0.7, or leave it out."
+            raise self._wrong(f"`gpu_share` is {share!r}", fix, "gpu_share")
 
     def _check_steps(self) -> None:
         """Checks what is sampled and published at which step."""

@@ -555,7 +555,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Clips the gradient of an optimizer step and proves that it is finite, before the step."""
         ends_step = self.accelerator.sync_gradients
-        with self.stopwatch.part(COMPUTE):
+        with self.stopwatch.part(COMPUTE), self.computation.gpu_share.computing():
             with masters.exact_gradients(self, model):
                 with explained_out_of_memory():
                     loss = super().training_step(model, inputs, num_items_in_batch)

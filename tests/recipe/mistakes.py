@@ -351,6 +351,8 @@ MISTAKES = {
     "sync_every_n_steps": refused_value("sync_every_n_steps", 0, "Set it to 1 or more"),
     "max_sequence_length": refused_value("max_sequence_length", 1, "the longest prompt plus"),
     "max_grad_norm": refused_value("max_grad_norm", -1.0, "Set it to 0 (no clipping) or more"),
+    "gpu_share": refused_value("gpu_share", 75, "a number above 0 and up to 1, such as 0.7"),
+    "no share": refused_value("gpu_share", 0, "a number above 0 and up to 1, such as 0.7"),
     "distillation_coef": refused_value("distillation_coef", -0.1, "Set it to 0 (off) or more"),
     "learning_rate": refused_value("learning_rate", math.nan, "Set it to 0 or more"),
     "weight_decay": refused_value("weight_decay", math.inf, "Set it to 0 or more"),

@@ -29,6 +29,7 @@ from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.batches.sequence_parallel import SequenceGroup
 from trl_atropos.errors import RecipeError
+from trl_atropos.training.gpu_share import GpuShare
 from trl_atropos.weights import adapters
 from trl_atropos.weights.gather import base_model, local_parts, unwrap
 from trl_atropos.weights.model_setup import (
@@ -64,12 +65,14 @@ class Computation:
         packs (`RowFormat`, *optional*): Format of the row that rollouts are packed into; `None` if
             they are padded, and before training begins.
         compiles (`bool`): Whether the layers are compiled, in the first step.
+        gpu_share (`GpuShare`): What the trainer computes on.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.packs: RowFormat | None = None
         self.compiles = False
+        self.gpu_share = GpuShare(trainer.args.gpu_share, trainer.accelerator.device)
         self._has_saved_memory = False  # in any micro-batch so far
         self._sequence_group: SequenceGroup | None = None
         if trainer.args.sp_size > 1:
