@@ -151,6 +151,21 @@ def test_gradients_of_micro_batches_add_up_in_fp32(tiny_model, checkpointing):
 # ---------------------------------------------------------------------------------- as an optimizer
 
 
+def test_gradients_set_aside_come_back_as_the_same_sums(tiny_model):
+    model, other = load(tiny_model), load(tiny_model)
+    optimizer = MasterOptimizer(groups_of(model), SGD, lr=1.0)
+    MasterOptimizer(groups_of(other), SGD, lr=1.0)
+    for training_step in DATA.split(32):
+        with optimizer.gradients_aside():
+            for rows in training_step.split(8):
+                assert all(parameter.grad is None for parameter in model.parameters())
+                backward(model, rows)
+    for rows in DATA.split(8):
+        backward(other, rows)
+    for one, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, expected.grad)
+
+
 def test_step_writes_rounded_masters_in_place(tiny_model):
     model = load(tiny_model)
     views = {name: parameter.detach() for name, parameter in model.named_parameters()}

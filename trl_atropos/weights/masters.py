@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -206,6 +206,9 @@ class MasterOptimizer(torch.optim.Optimizer):
                 begin = places[0]
                 end = places[-1] + 1
                 self._parts.append(self._pairs[begin:end])
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] | None = None  # see `gradients_aside`
+        for parameter in self._masters:
+            parameter.register_post_accumulate_grad_hook(self._set_aside)
         # pinned memory that gradients come to, for parts of even and of odd numbers
         self._staging: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # on which they come
@@ -226,6 +229,37 @@ class MasterOptimizer(torch.optim.Optimizer):
         manager = GlobalOptimManager.get_instance()
         manager.override_config(masters, "optim_bits", 32)
         manager.register_parameters(self.inner.param_groups)
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """
+        Keeps the sums of gradients apart from the parameters within, which have them before and
+        after.
+
+        A layer that is compiled while a parameter has a gradient of another dtype is not compiled
+        as a whole: torch breaks its graph at that parameter.
+        """
+        self._sums = {}
+        for parameter in self._masters:
+            self._set_aside(parameter)
+        try:
+            yield
+        finally:
+            sums = self._sums
+            self._sums = None
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient
+
+    def _set_aside(self, parameter: torch.nn.Parameter) -> None:
+        """Adds the gradient of a parameter to its sum, if sums are kept now."""
+        gradient = parameter.grad
+        if self._sums is None or gradient is None:
+            return
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient
+        parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -487,16 +521,18 @@ def state_bytes(
 
 @contextmanager
 def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """Averages gradients over the processes in fp32, around `Trainer.training_step`, in place of
-    DistributedDataParallel, whose buckets have the parameters' dtype."""
+    """Sums gradients in fp32, around `Trainer.training_step`, and averages them over the processes
+    in place of DistributedDataParallel, whose buckets have the parameters' dtype."""
     accelerator = trainer.accelerator
     optimizer = trainer.optimizer.optimizer  # within accelerate's
-    if accelerator.num_processes == 1 or not isinstance(optimizer, MasterOptimizer):
+    if not isinstance(optimizer, MasterOptimizer):
         yield
         return
-    with accelerator.no_sync(model):
+    has_others = accelerator.num_processes > 1
+    averages_later = accelerator.no_sync(model) if has_others else nullcontext()
+    with averages_later, optimizer.gradients_aside():
         yield
-    if accelerator.sync_gradients:
+    if has_others and accelerator.sync_gradients:
         optimizer.all_reduce_gradients()
 
 
