@@ -203,10 +203,12 @@ class Computation:
         """Has layers computed again in the backward pass, in place of keeping what they compute, if
         the micro-batch whose forward pass runs within exceeds its token budget."""
         args = self._trainer.args
-        policy = base_model(self._trainer.model)
-        can_save = policy.supports_gradient_checkpointing and args.numerics != "bitwise"
         is_wanted = micro_batch.get("exceeds_budget", False) and not args.gradient_checkpointing
-        if not (is_wanted and can_save):
+        if not is_wanted or args.numerics == "bitwise":
+            yield
+            return
+        policy = base_model(self._trainer.model)
+        if not policy.supports_gradient_checkpointing:
             yield
             return
         if not self._has_saved_memory and self._trainer.accelerator.is_main_process:
