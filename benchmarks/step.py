@@ -177,6 +177,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="train an adapter of this rank on all linear layers, not all weights",
     )
     add("--share_prompts", choices=("true", "false"), help="as in training arguments")
+    add(
+        "--master_weights",
+        action="store_true",
+        help="as in training arguments, for ours: TRL and the plain loop have none",
+    )
     return parser
 
 

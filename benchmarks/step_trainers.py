@@ -208,7 +208,7 @@ def _make_trainer(
             replay_paths=["given as rollout_source"],
             max_tokens_per_micro_batch=_budget(rows, options) if name == "tokens" else None,
             share_prompts=options.share_prompts and options.share_prompts == "true",
-            master_weights=False,  # TRL has none
+            master_weights=options.master_weights,
         )
         return AtroposGRPOTrainer(
             str(model), args=config, rollout_source=OneBatch(rows), peft_config=adapter
