@@ -378,6 +378,24 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
+        "            self._sums[parameter] += gradient\n",
+        "            self._sums[parameter] = gradient\n",
+        "tests/weights/test_masters.py::test_gradients_set_aside_come_back_as_the_same_sums",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
+        "with averages_later, optimizer.gradients_aside():",
+        "with averages_later:",
+        "tests/batches/test_packing.py::test_layers_compiled_between_micro_batches_stay_whole",
+    ),
+    Mutation(
+        "trl_atropos/trainer.py",
+        "with self.stopwatch.part(COMPUTE), self.computation.gpu_share.computing():",
+        "with self.stopwatch.part(COMPUTE):",
+        "tests/trainer/test_gpu_share.py::test_all_passes_are_computed_on_the_share",
+    ),
+    Mutation(
+        "trl_atropos/weights/masters.py",
         "if not parts or size > room:",
         "if not parts or size >= room:",
         "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_in_parts",
