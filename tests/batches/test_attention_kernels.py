@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import attention
 from torch.nn.attention import _fa3, _fa4
 
@@ -201,6 +202,48 @@ def test_run_trains_by_chosen_kernel(tiny_model, tmp_path, install, dispatched, 
         assert attention.current_flash_attention_impl() == active
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
     assert logs[1] == [pytest.approx(step, rel=1e-4, abs=1e-7) for step in logs[0]]
+
+
+def test_each_kind_of_row_is_compiled_in_one_piece(tiny_model, tmp_path, dispatched, monkeypatch):
+    """On the CPU, with what layers get on a GPU. Rows that share prompts get more inputs than
+    others, so that the second kind is compiled when the weights have gradients in float32."""
+    compile_by_inductor = torch.compile
+    graphs = []
+
+    def note(graph, inputs, **_):
+        graphs.append(graph)
+        return graph
+
+    def compile_quickly(call, dynamic, **_):
+        return compile_by_inductor(call, dynamic=dynamic, backend=note)
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)  # `compile_layers` sets it
+    monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", True)
+    torch._dynamo.reset()
+    counters.clear()
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        *(uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)),
+        per_device_train_batch_size=16,
+        max_steps=3,
+        max_tokens_per_micro_batch=64,
+        model_init_kwargs={"dtype": "bfloat16"},
+        compile_layers=True,
+    )
+    shares = []
+    compute_loss = trainer._micro_batch_loss
+
+    def note_kind(model, micro_batch):
+        shares.append("rollout_keys" in micro_batch["layout"].inputs)
+        return compute_loss(model, micro_batch)
+
+    monkeypatch.setattr(trainer, "_micro_batch_loss", note_kind)
+    trainer.train()
+    assert set(shares) == {True, False}
+    assert not counters["graph_break"]
+    assert len(graphs) == 2
 
 
 def test_wider_window_is_seen_in_16_bits(install, slower):

@@ -386,7 +386,7 @@ MUTATIONS: list[Mutation] = [
         "trl_atropos/weights/masters.py",
         "with averages_later, optimizer.gradients_aside():",
         "with averages_later:",
-        "tests/batches/test_packing.py::test_layers_compiled_between_micro_batches_stay_whole",
+        "tests/batches/test_attention_kernels.py::test_each_kind_of_row_is_compiled_in_one_piece",
     ),
     Mutation(
         "trl_atropos/trainer.py",

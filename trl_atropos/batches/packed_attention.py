@@ -131,7 +131,10 @@ class RowFormat(NamedTuple):
             longest_key = _power_of_two(longest_key)
         ends = counts.cumsum(1, dtype=torch.int32)
         borders = torch.nn.functional.pad(ends, (1, 0))
-        query_borders, key_borders = borders.to(self.device)
+        # In one dimension: torch compiles layers anew if a row's number of borders first happens to
+        # be that of another dimension, and then is not.
+        joined = torch.cat(borders.unbind()).to(self.device)
+        query_borders, key_borders = joined.split(borders.size(1))
         return {
             "cu_seq_lens_q": query_borders,
             "max_length_q": longest_query,
