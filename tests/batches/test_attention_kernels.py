@@ -218,7 +218,6 @@ def test_each_kind_of_row_is_compiled_in_one_piece(tiny_model, tmp_path, dispatc
         return compile_by_inductor(call, dynamic=dynamic, backend=note)
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)  # `compile_layers` sets it
     monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", True)
     torch._dynamo.reset()
     counters.clear()
@@ -240,7 +239,8 @@ def test_each_kind_of_row_is_compiled_in_one_piece(tiny_model, tmp_path, dispatc
         return compute_loss(model, micro_batch)
 
     monkeypatch.setattr(trainer, "_micro_batch_loss", note_kind)
-    trainer.train()
+    with torch._dynamo.config.patch(specialize_float=False):  # torch's default
+        trainer.train()
     assert set(shares) == {True, False}
     assert not counters["graph_break"]
     assert len(graphs) == 2

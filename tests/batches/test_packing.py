@@ -584,10 +584,10 @@ def test_compiled_layers_take_numbers_as_constants(tiny_model, monkeypatch):
         "compile",
         lambda call, dynamic, **_: compiled(call, dynamic=dynamic, backend=backend),
     )
-    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)  # torch's default
     model = load(tiny_model)
-    packed_attention.compile_layers(model)
-    model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    with torch._dynamo.config.patch(specialize_float=False):  # torch's default
+        packed_attention.compile_layers(model)
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
     kinds = {value.dtype for value in taken if isinstance(value, torch.Tensor)}
     assert kinds <= {torch.float32, torch.int64, torch.bool}
     assert torch.float32 in kinds
