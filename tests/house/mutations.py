@@ -378,8 +378,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "            self._sums[parameter] += gradient\n",
-        "            self._sums[parameter] = gradient\n",
+        "                sums[parameter] += gradient\n",
+        "                sums[parameter] = gradient\n",
         "tests/weights/test_masters.py::test_gradients_set_aside_come_back_as_the_same_sums",
     ),
     Mutation(

@@ -206,9 +206,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 begin = places[0]
                 end = places[-1] + 1
                 self._parts.append(self._pairs[begin:end])
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] | None = None  # see `gradients_aside`
-        for parameter in self._masters:
-            parameter.register_post_accumulate_grad_hook(self._set_aside)
         # pinned memory that gradients come to, for parts of even and of odd numbers
         self._staging: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # on which they come
@@ -239,27 +236,29 @@ class MasterOptimizer(torch.optim.Optimizer):
         A layer that is compiled while a parameter has a gradient of another dtype is not compiled
         as a whole: torch breaks its graph at that parameter.
         """
-        self._sums = {}
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+        def set_aside(parameter: torch.nn.Parameter) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            if parameter in sums:
+                sums[parameter] += gradient
+            else:
+                sums[parameter] = gradient
+            parameter.grad = None
+
+        hooks = []
         for parameter in self._masters:
-            self._set_aside(parameter)
+            set_aside(parameter)
+            hooks.append(parameter.register_post_accumulate_grad_hook(set_aside))
         try:
             yield
         finally:
-            sums = self._sums
-            self._sums = None
+            for hook in hooks:
+                hook.remove()
             for parameter, gradient in sums.items():
                 parameter.grad = gradient
-
-    def _set_aside(self, parameter: torch.nn.Parameter) -> None:
-        """Adds the gradient of a parameter to its sum, if sums are kept now."""
-        gradient = parameter.grad
-        if self._sums is None or gradient is None:
-            return
-        if parameter in self._sums:
-            self._sums[parameter] += gradient
-        else:
-            self._sums[parameter] = gradient
-        parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure=None):
