@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn import attention
 from torch.nn.attention import _fa3, _fa4
 
+from tests.batches.compiling import compile_by
 from tests.batches.exact_attention import attend_to_parts
 from tests.rollout_factory import make_trainer, step_logs, uniform_batch
 from trl_atropos.batches import attention_kernels, long_attention, packed_attention
@@ -207,17 +208,13 @@ def test_run_trains_by_chosen_kernel(tiny_model, tmp_path, install, dispatched, 
 def test_each_kind_of_row_is_compiled_in_one_piece(tiny_model, tmp_path, dispatched, monkeypatch):
     """On the CPU, with what layers get on a GPU. Rows that share prompts get more inputs than
     others, so that the second kind is compiled when the weights have gradients in float32."""
-    compile_by_inductor = torch.compile
     graphs = []
 
     def note(graph, inputs, **_):
         graphs.append(graph)
         return graph
 
-    def compile_quickly(call, dynamic, **_):
-        return compile_by_inductor(call, dynamic=dynamic, backend=note)
-
-    monkeypatch.setattr(torch, "compile", compile_quickly)
+    compile_by(note, monkeypatch)
     monkeypatch.setattr(packed_attention.RowFormat, "has_one_kernel", True)
     torch._dynamo.reset()
     counters.clear()

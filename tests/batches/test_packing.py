@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.models import make_model as write_model
+from tests.batches.compiling import compile_by
 from tests.batches.exact_attention import attend_to_parts
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.weights.architectures import FAMILIES, make_model
@@ -572,18 +573,13 @@ def test_compiled_layers_take_same_steps(tiny_model, tmp_path):
 def test_compiled_layers_take_numbers_as_constants(tiny_model, monkeypatch):
     """Those that they took as tensors would be on the CPU, on a machine with GPUs, too: torch would
     compile C++ for them."""
-    compiled = torch.compile
     taken = []
 
     def backend(graph, inputs, **_):
         taken.extend(inputs)
         return graph
 
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda call, dynamic, **_: compiled(call, dynamic=dynamic, backend=backend),
-    )
+    compile_by(backend, monkeypatch)
     model = load(tiny_model)
     with torch._dynamo.config.patch(specialize_float=False):  # torch's default
         packed_attention.compile_layers(model)

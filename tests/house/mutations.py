@@ -384,8 +384,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "with averages_later, optimizer.gradients_aside():",
-        "with averages_later:",
+        "with accelerator.no_sync(model), optimizer.gradients_aside():",
+        "with accelerator.no_sync(model):",
         "tests/batches/test_attention_kernels.py::test_each_kind_of_row_is_compiled_in_one_piece",
     ),
     Mutation(

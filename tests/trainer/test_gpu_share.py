@@ -12,16 +12,7 @@ from trl_atropos.training.gpu_share import GpuShare
 
 SHARE = 0.65
 ROUNDED_TO = 8  # multiprocessors, by the driver on Hopper GPUs
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def on_gpu(test):
-    for mark in ON_GPU:
-        test = mark(test)
-    return test
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Watched:
@@ -96,7 +87,8 @@ def test_share_changes_nothing_on_the_cpu(caplog):
     assert not caplog.records
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_without_mps_the_share_is_not_used(monkeypatch, caplog):
     monkeypatch.setattr(gpu_share, "mps_runs", lambda: False)
     share = GpuShare(SHARE, torch.device("cuda", 0))
@@ -114,7 +106,8 @@ def share(monkeypatch):
     return share
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_share_computes_on_its_multiprocessors_alone(share):
     total = torch.cuda.get_device_properties(0).multi_processor_count
     assert len(multiprocessors()) == total
@@ -125,7 +118,8 @@ def test_share_computes_on_its_multiprocessors_alone(share):
     assert len(multiprocessors()) == total
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_share_computes_the_same_bits_in_order(share):
     """Each pass reads what was computed before it, on the whole GPU or on the share."""
     generator = torch.Generator("cuda").manual_seed(0)

@@ -148,9 +148,6 @@ def test_gradients_of_micro_batches_add_up_in_fp32(tiny_model, checkpointing):
     )
 
 
-# ---------------------------------------------------------------------------------- as an optimizer
-
-
 def test_gradients_set_aside_come_back_as_the_same_sums(tiny_model):
     model, other = load(tiny_model), load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), SGD, lr=1.0)
@@ -164,6 +161,9 @@ def test_gradients_set_aside_come_back_as_the_same_sums(tiny_model):
         backward(other, rows)
     for one, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.grad, expected.grad)
+
+
+# ---------------------------------------------------------------------------------- as an optimizer
 
 
 def test_step_writes_rounded_masters_in_place(tiny_model):

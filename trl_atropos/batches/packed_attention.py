@@ -131,10 +131,9 @@ class RowFormat(NamedTuple):
             longest_key = _power_of_two(longest_key)
         ends = counts.cumsum(1, dtype=torch.int32)
         borders = torch.nn.functional.pad(ends, (1, 0))
-        # In one dimension: torch compiles layers anew if a row's number of borders first happens to
-        # be that of another dimension, and then is not.
-        joined = torch.cat(borders.unbind()).to(self.device)
-        query_borders, key_borders = joined.split(borders.size(1))
+        # Not as the two rows of a tensor. One rollout alone has two borders as well: torch takes
+        # the equal numbers for a rule, and would compile layers anew for other rows.
+        query_borders, key_borders = copied_at_once(borders.numpy(), self.device)
         return {
             "cu_seq_lens_q": query_borders,
             "max_length_q": longest_query,
@@ -146,6 +145,13 @@ class RowFormat(NamedTuple):
 def _power_of_two(number: int) -> int:
     """Returns the smallest power of two that is not below `number`: 8 for 5."""
     return 1 << (number - 1).bit_length()
+
+
+def copied_at_once(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """Copies arrays to the device in one piece: with each copy, the device waits for the host."""
+    joined = torch.from_numpy(np.concatenate(arrays)).to(device)
+    sizes = [len(array) for array in arrays]
+    return joined.split(sizes)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trl_atropos.batches.micro_batches import Scores, join_scores
-from trl_atropos.batches.packed_attention import RowFormat
+from trl_atropos.batches.packed_attention import RowFormat, copied_at_once
 from trl_atropos.batches.sequence_parallel import SequenceGroup
 from trl_atropos.batches.sharing import Path, RolloutTokens, Sharing, share
 
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
             keys = np.concatenate(key_places)
 
         arrays = [tokens, is_scored, position, predicts, columns, keys]
-        tensors = _copied_at_once(arrays, row_format.device)
+        tensors = copied_at_once(arrays, row_format.device)
         tokens, is_scored, position, predicts, columns, keys = tensors
         inputs = row_format.inputs(position[None], lengths, shared_lengths, keys)
         group = row_format.sequence_group
@@ -159,7 +159,7 @@ class Layout(NamedTuple):
 
         mask = is_inside.astype(np.int64).ravel()
         arrays = [tokens.ravel(), is_scored, predicts, columns, mask]
-        tensors = _copied_at_once(arrays, device)
+        tensors = copied_at_once(arrays, device)
         tokens, is_scored, predicts, columns, mask = tensors
         shape = is_inside.shape
         inputs = {"attention_mask": mask.view(shape)}
@@ -272,13 +272,6 @@ class _Row(NamedTuple):
     def key_places(self) -> list[np.ndarray]:
         """Returns the places in the row of the keys that each part sees: all of its path."""
         return [self.places[path] for path in self.paths.tolist()]
-
-
-def _copied_at_once(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
-    """Copies arrays to the device in one piece: with each copy, the device waits for the host."""
-    joined = torch.from_numpy(np.concatenate(arrays)).to(device)
-    sizes = [len(array) for array in arrays]
-    return joined.split(sizes)
 
 
 # ------------------------------------------------------------------------------------------ scoring

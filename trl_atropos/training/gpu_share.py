@@ -45,7 +45,8 @@ class GpuShare:
         wanted = max(1, int(share * multiprocessors))
         try:
             with torch.cuda.device(device):
-                # The driver rounds up, on Hopper GPUs to a multiple of 8.
+                # The driver rounds up, on Hopper GPUs to a multiple of 8. The stream does not keep
+                # its context.
                 self._context = GreenContext.create(
                     num_sms=wanted, device_id=torch.cuda.current_device()
                 )

@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -527,11 +527,9 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
     if not isinstance(optimizer, MasterOptimizer):
         yield
         return
-    has_others = accelerator.num_processes > 1
-    averages_later = accelerator.no_sync(model) if has_others else nullcontext()
-    with averages_later, optimizer.gradients_aside():
+    with accelerator.no_sync(model), optimizer.gradients_aside():
         yield
-    if has_others and accelerator.sync_gradients:
+    if accelerator.num_processes > 1 and accelerator.sync_gradients:
         optimizer.all_reduce_gradients()
 
 
