@@ -60,7 +60,8 @@ def is_alive(pid: int) -> bool:
     ],
 )
 def test_end_of_agent_is_known(tmp_path, program, failure, reason):
-    result = run(tmp_path, program, timeout=2.0)
+    # only one is meant to be ended: a busy machine starts a Python in several seconds
+    result = run(tmp_path, program, timeout=2.0 if failure == TIMEOUT else 30.0)
     assert result.failure == failure
     assert result.reason.startswith(reason)
     assert len(result.output) <= 1000
@@ -85,10 +86,13 @@ def test_agent_sees_nothing_of_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ends", ["", "time.sleep(600)"])
 def test_grandchildren_end_with_agent(tmp_path, ends):
-    result = run(tmp_path, FORKS + ends, timeout=1.5 if ends else 30.0)
-    assert result.failure == (TIMEOUT if ends else None)
-    grandchild = int((tmp_path / "grandchild").read_text())
-    assert not is_alive(grandchild)
+    written = tmp_path / "grandchild"
+    for timeout in (1.5, 6.0, 24.0) if ends else (30.0,):
+        result = run(tmp_path, FORKS + ends, timeout)
+        assert result.failure == (TIMEOUT if ends else None)
+        if written.exists():  # a busy machine may not get that far in a short time
+            break
+    assert not is_alive(int(written.read_text()))
 
 
 def test_cancelled_agent_is_ended(tmp_path):
