@@ -3,6 +3,9 @@
 import email
 import importlib.metadata
 from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # of the repository
 
 # A package's metadata is read and parsed as an e-mail each time that somebody asks whether it is
 # installed. accelerate asks for many packages whenever a trainer is made, which took a sixth of the

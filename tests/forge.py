@@ -27,7 +27,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 READY_WITHIN = 180.0  # seconds
 ENDED_WITHIN = 5.0  # seconds, after the last has left
 # Shared by the workers of one run of pytest; any other process has its own.

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests import ROOT
 from tests.forge import TRAINER, Forked
 from tests.sharded import run_ranks
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.services.manager import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipes/quickstart/colocate.yaml"
 MODEL_SEED = 42  # by default, of the script that makes the model
 MARKER = "TEST_RUN"

@@ -23,7 +23,6 @@ from typing import Any
 from tests.forge import TRAINER, Forked
 from trl_atropos.services.manager import free_port
 
-ROOT = Path(__file__).parents[1]
 KINDS = ("ddp", "zero2", "zero3", "fsdp2")
 SHOWN = 4000  # characters of each process's output in a failure message
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 # Seconds of the files that take longest, as `make test-all PYTEST_ARGS=--durations=0` adds up. Of
 # others, the marks of their tests say how long they take, up to `UNMEASURED` a file.
 LONGEST = {

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import ROOT
 from trl_atropos.environment_entry import EnvironmentSpec, parse_entries
 from trl_atropos.environment_kinds import AgentEntry
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/agents"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 

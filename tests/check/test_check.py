@@ -22,6 +22,7 @@ import pytest
 import torch
 import uvicorn
 
+from tests import ROOT
 from tests.check.desk import SOURCE, Desk, check
 from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.recipe.mistakes import DDP, GPU
@@ -33,8 +34,6 @@ from trl_atropos.environment_entry import RUNNER
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from benchmarks.models import config_fields
 from recipes.quickstart.make_model import make_model
+from tests import ROOT
 from tests.check.peak_memory import command_line, rows
 from tests.check.traces import traced_once  # noqa: F401 - a fixture
 from tests.rollout_factory import record
@@ -39,7 +40,6 @@ from trl_atropos.check.shadow import _head_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
-ROOT = Path(__file__).parents[2]
 # What is freed goes back to the system, so that the kernel's high-water mark is what was needed.
 MALLOC = {
     "MALLOC_ARENA_MAX": "1",

@@ -11,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from trl_atropos.commands.batch_script import _server_flags, render, slurm, slurm_parser
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/gsm8k/zero3_72b.yaml"
 
 # Runs the command for every task, as `srun` would on as many nodes.

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl import TrlParser
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES, TRAINER
 from tests.launching import Run, make_model
 from trl_atropos import train
@@ -22,7 +22,6 @@ from trl_atropos.commands.words import OF_BOTH, divide
 from trl_atropos.recipe import PARTS
 from trl_atropos.weights.full_weights import FullWeights
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 
 

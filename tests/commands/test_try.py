@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES, TRAINER
-from tests.launching import ROOT, free_urls, make_model
+from tests.launching import free_urls, make_model
 from tests.rollout_factory import make_group
 from trl_atropos.commands import rehearsal
 from trl_atropos.errors import RolloutError, ServiceError

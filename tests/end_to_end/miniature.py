@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES
 from tests.launching import Run, free_urls
 from tests.server_process import ENVIRONMENT
@@ -27,7 +28,6 @@ from tests.sharded import _allow_on_cpu
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import Services
 
-ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 SHARDING = "TEST_SHARDING"
 STEPS = 3

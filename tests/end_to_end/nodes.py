@@ -29,8 +29,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests import ROOT
 from tests.end_to_end.nodes_network import INTERFACE, Network, why_not
-from tests.launching import RECIPE, ROOT, ask, make_model
+from tests.launching import RECIPE, ask, make_model
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server
 from tests.weights.live import snapshot
 from tests.weights.test_sharded_publish import continuations

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, make_model
+from tests.launching import Run, make_model
 from tests.server_process import running_server
 from trl_atropos.protocol import TOKEN_VARIABLE
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.agents.page_example import write_example
 from tests.end_to_end import prying_agent
 from tests.end_to_end.own_environment import run_with
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, free_urls, make_model
+from tests.launching import Run, free_urls, make_model
 from trl_atropos.agents.episode_environment import TaskOrder
 from trl_atropos.protocol import session_token
 

@@ -20,7 +20,8 @@ from recipes.arithmetic.environment import (
     value,
     worked,
 )
-from tests.launching import ROOT, Run
+from tests import ROOT
+from tests.launching import Run
 
 FOLDER = ROOT / "recipes/arithmetic"
 SIZES = [{}, {"terms": 3}, {"terms": 6, "digits": 2}]

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES, WITHOUT_TORCH
-from tests.launching import ROOT, Run, command_of, free_urls, make_model
+from tests.launching import Run, command_of, free_urls, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts

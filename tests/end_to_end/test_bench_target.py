@@ -17,8 +17,8 @@ import torch
 from transformers import TrainerControl
 
 from benchmarks.target import PROTOCOL, read_rows, rehearsal, run, summary, table
+from tests import ROOT
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench", "target"]
 PATIENCE = 900.0  # seconds for a rehearsal on a machine that is busy with other things

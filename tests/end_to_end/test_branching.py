@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from tests import ROOT
 from tests.end_to_end.own_environment import run_with
 from tests.forge import WITHOUT_TORCH
-from tests.launching import ROOT
 from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]

@@ -14,8 +14,8 @@ import pytest
 from nbclient import NotebookClient
 
 import trl_atropos
+from tests import ROOT
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT
 from trl_atropos import embedded
 from trl_atropos.errors import RecipeError
 from trl_atropos.services import mps

@@ -16,8 +16,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests import ROOT
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, free_urls, make_model, users_environment
+from tests.launching import Run, free_urls, make_model, users_environment
 from tests.report.browser import Browser, find_browser
 from tests.tiers import FULL
 from trl_atropos.report.page import build

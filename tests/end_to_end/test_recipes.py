@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from recipes.gsm8k.environment import score
 from recipes.tool_use import environment as tool_use
+from tests import ROOT
 from tests.check.desk import check
 from tests.end_to_end.miniature import STEPS, commands, miniature, server_urls
 from tests.end_to_end.miniature_model import GOODS, REASONING_GYM, make_speaker
@@ -25,7 +26,6 @@ from trl_atropos.recipe import parse
 from trl_atropos.rollouts.spool import read_rollouts
 from trl_atropos.server.launch import build_parser, vllm_arguments
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("recipes/*/*.yaml"))
 OVERLAYS = [path for path in FILES if "/overlays/" in path]
 # Their agents need packages that are not installed here: see tests/agents/test_agents_recipes.py.

@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.against_trl import WARM_UP, Peak, read_logs, summary
 from benchmarks.processes import run_variables
 from recipes.quickstart.make_model import byte_tokenizer
+from tests import ROOT
 from tests.end_to_end.miniature import commands, server_urls
-from tests.launching import ROOT, free_urls, users_environment
+from tests.launching import free_urls, users_environment
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import Services
 

@@ -9,9 +9,10 @@ import torch
 from benchmarks.target import PROTOCOL
 from benchmarks.target_sides import differing_logprobs
 from recipes.quickstart.make_model import make_model
+from tests import ROOT
 from tests.end_to_end.own_environment import run_with
 from tests.house.docs_pages import Page
-from tests.launching import MODEL_SEED, ROOT
+from tests.launching import MODEL_SEED
 from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(60)]

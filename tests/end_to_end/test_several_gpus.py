@@ -23,7 +23,8 @@ import yaml
 
 from benchmarks.models import PRESETS
 from recipes.quickstart.make_model import make_model
-from tests.launching import RECIPE, ROOT, free_urls
+from tests import ROOT
+from tests.launching import RECIPE, free_urls
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import Services
 

@@ -5,9 +5,9 @@ import re
 import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/**/README.md")

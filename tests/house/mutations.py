@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import ROOT
 from tests.forge import Forge
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds for one test
 LOG = "pytest.log"
 CAUGHT, SURVIVED, TIMED_OUT = "caught", "SURVIVED", "TIMED OUT"

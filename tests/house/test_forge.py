@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.forge import Forge
 
 SOON = 20.0  # seconds
@@ -90,7 +91,7 @@ def test_workers_share_process_that_outlives_each(program, monkeypatch):
     monkeypatch.setattr("tests.forge.RUN", "the test of the forge")
     env = os.environ | {
         "PYTEST_XDIST_TESTRUNUID": "the test of the forge",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(ROOT),
     }
     with subprocess.Popen(
         [sys.executable, "-c", WORKER], cwd=program, env=env, stdout=subprocess.PIPE, text=True

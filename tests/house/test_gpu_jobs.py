@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import on_gpus
 from benchmarks.on_gpus import JOBS, Job, Queue, command_of, ended_well
-from tests.launching import ROOT
+from tests import ROOT
 from trl_atropos.services.manager import Services
 
 # Notes when it begins and ends, and on which GPUs.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.house.style import measure
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {

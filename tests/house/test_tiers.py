@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.tiers import FIRST, LONGEST, ROOT, place_in_draw
+from tests import ROOT
+from tests.tiers import FIRST, LONGEST, place_in_draw
 
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/*/test_*.py"))]
 SAMPLE = """

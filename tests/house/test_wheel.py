@@ -21,7 +21,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.launching import ROOT, free_urls
+from tests import ROOT
+from tests.launching import free_urls
 from trl_atropos.cli import COMMANDS
 
 pytestmark = pytest.mark.slow(150)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 LIBRARIES = ("vllm", "trl", "transformers", "peft", "accelerate", "uvicorn")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -12,15 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from tests import ROOT
 from tests.check.desk import SOURCE, Desk
 from trl_atropos.config import REMOVED
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.recipe import PROMPT_DATASET
 
-ROOT = Path(__file__).parents[2]
 # Settings of a good recipe that are other than in `Desk.recipe`, or a function that plants the
 # mistake and returns the command line.
 Change = dict[str, Any] | Callable[[Desk], list[str]]

@@ -28,13 +28,12 @@ import requests
 import yaml
 
 from recipes.quickstart.make_model import byte_tokenizer, make_model
-from tests import server_process
+from tests import ROOT, server_process
 from tests.forge import FORKED_ENGINES, TRAINER
 from tests.server_process import Server, free_port, running_server
 from trl_atropos.protocol import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
 SERVER_ENVIRONMENT = server_process.ENVIRONMENT | FORKED_ENGINES
 TOKEN = "the-token-of-the-shared-server"

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from atroposlib.envs.base import BaseEnv
 
+from tests import ROOT
 from tests.end_to_end.miniature_model import REASONING_GYM
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.rollouts.source import AtroposSource
 
-ROOT = Path(__file__).parents[2]
 GROUP, BATCH = 2, 4
 ENVIRONMENTS = {
     "quickstart": "FirstLetterEnv",

@@ -4,11 +4,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 FAULTS = 35  # each kind once
 TRAINER_FAULTS = 14  # each kind once
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests import ROOT
 from trl_atropos.environment_entry import SITE
 from trl_atropos.rollouts.reward_parts import MOST_NAMES
 from trl_atropos.services import environment_metrics

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import ROOT
 from tests.rollouts.conftest import Api
 from tests.server_process import free_port
 from trl_atropos import activity
@@ -352,7 +353,7 @@ def test_atropos_api_becomes_healthy_and_stops(services, free_url):
 
 def start_trainer(script: str, folder: Path) -> subprocess.Popen:
     """Starts a Python script in `folder` that has services, with this checkout's package."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=folder,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from trl_atropos.services.signals import _runs_launcher
 
-ROOT = Path(__file__).parents[2]
 WITHIN = 15.0
 
 START = """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.forge import WITHOUT_TORCH
-from tests.launching import ROOT
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.services.manager import Service, Services
 from trl_atropos.services.stacks import places_of, where_is

@@ -87,15 +87,14 @@ def test_share_changes_nothing_on_the_cpu(caplog):
     assert not caplog.records
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_without_mps_the_share_is_not_used(monkeypatch, caplog):
+@pytest.mark.parametrize("warn", [True, False])
+def test_without_mps_the_share_is_not_used(warn, monkeypatch, caplog):
     monkeypatch.setattr(gpu_share, "mps_runs", lambda: False)
-    share = GpuShare(SHARE, torch.device("cuda", 0))
-    usual = torch.cuda.current_stream()
+    share = GpuShare(SHARE, torch.device("cuda", 0), warn)
     with share.computing():
-        assert torch.cuda.current_stream() == usual
-    assert "`gpu_share: 0.65` has no effect without NVIDIA's MPS" in caplog.text
+        assert share._stream is None
+    told = "`gpu_share: 0.65` has no effect without NVIDIA's MPS" in caplog.text
+    assert told == warn
 
 
 @pytest.fixture

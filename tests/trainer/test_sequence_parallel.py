@@ -18,8 +18,9 @@ import torch
 import yaml
 
 from recipes.quickstart.make_model import make_model
+from tests import ROOT
 from tests.rollout_factory import AsDrawnConfig, arguments, mixed_batch, record, step_logs
-from tests.sharded import ROOT, forget_sharding, launch, sharding_arguments
+from tests.sharded import forget_sharding, launch, sharding_arguments
 from tests.trainer.test_equal_processes import TOLERANCE, group_of_episodes, steps
 from tests.trainer.test_trees import (
     SETTINGS,

@@ -18,7 +18,8 @@ import torch
 from benchmarks.episodes import agents
 from benchmarks.step_trainers import make_rows
 from recipes.quickstart.make_model import make_model
-from tests.sharded import ROOT, launch
+from tests import ROOT
+from tests.sharded import launch
 from tests.trainer.test_trees import Gradients, train
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.services.manager import free_port

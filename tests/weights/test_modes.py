@@ -12,7 +12,8 @@ import requests
 import torch
 from peft import LoraConfig
 
-from tests.launching import ROOT, free_urls
+from tests import ROOT
+from tests.launching import free_urls
 from tests.rollout_factory import step_logs
 from tests.tiers import FULL
 from tests.weights import trainers

@@ -72,7 +72,11 @@ class Computation:
         self._trainer = trainer
         self.packs: RowFormat | None = None
         self.compiles = False
-        self.gpu_share = GpuShare(trainer.args.gpu_share, trainer.accelerator.device)
+        self.gpu_share = GpuShare(
+            trainer.args.gpu_share,
+            trainer.accelerator.device,
+            warn=trainer.accelerator.is_local_main_process,  # machines may differ in it
+        )
         self._has_saved_memory = False  # in any micro-batch so far
         self._sequence_group: SequenceGroup | None = None
         if trainer.args.sp_size > 1:

@@ -28,14 +28,17 @@ class GpuShare:
     Args:
         share (`float`, *optional*): Of the multiprocessors, above 0 and up to 1. All by default.
         device (`torch.device`): Of the trainer. On the CPU, the share has no effect.
+        warn (`bool`): Whether to warn of a share that has no effect.
     """
 
-    def __init__(self, share: float | None, device: torch.device):
+    def __init__(self, share: float | None, device: torch.device, warn: bool = True):
         self._stream: torch.cuda.Stream | None = None
         if share is None or share == 1 or device.type != "cuda":
             return
+        level = logging.WARNING if warn else logging.DEBUG
         if not mps_runs():
-            logger.warning(
+            logger.log(
+                level,
                 "`gpu_share: %s` has no effect without NVIDIA's MPS, which lets a server use the "
                 "rest of the GPU. Set `mps: true`.",
                 share,
@@ -52,7 +55,8 @@ class GpuShare:
                 )
                 self._stream = self._context.Stream()
         except RuntimeError as error:
-            logger.warning(
+            logger.log(
+                level,
                 "`gpu_share: %s` has no effect, because this GPU cannot be divided: %s",
                 share,
                 error,
