@@ -170,7 +170,7 @@ class Peak:
 
 def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> dict[str, Any]:
     """The shipped recipe, for this model and this task."""
-    from trl_atropos.services.manager import free_port
+    from trl_atropos.services.addresses import free_port
 
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe.pop("evaluations", None)  # which TRL's side would not have

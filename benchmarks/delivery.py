@@ -37,7 +37,8 @@ from trl_atropos import __version__
 from trl_atropos.environment_entry import SITE, EnvironmentSpec
 from trl_atropos.protocol import ANSWER_HEADER, NUMBERS
 from trl_atropos.rollouts.api import AtroposClient, NoAnswer, Registration, join
-from trl_atropos.services.manager import Services, free_port, port_of
+from trl_atropos.services.addresses import free_port, port_of
+from trl_atropos.services.manager import Services
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\

@@ -27,7 +27,7 @@ from benchmarks.options import (
 from benchmarks.processes import launched, run_to_end, run_variables
 from trl_atropos import __version__
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\

@@ -30,7 +30,8 @@ from benchmarks.options import (
 from benchmarks.processes import run_to_end
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.addresses import free_port
+from trl_atropos.services.manager import Services
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\

@@ -27,7 +27,8 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.flags import LORA_RANKS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.addresses import free_port
+from trl_atropos.services.manager import Services
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.full_weights import Restart
 from trl_atropos.weights.lora import FileLora

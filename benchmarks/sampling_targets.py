@@ -20,7 +20,8 @@ from benchmarks.sampling_load import measure
 from benchmarks.sampling_roles import ANSWER, prompt_of
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server.processes import FAST_LOGPROBS_VARIABLE, SERVER_VARIABLE
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.addresses import free_port
+from trl_atropos.services.manager import Services
 from trl_atropos.services.service_log import tail
 from trl_atropos.session_client import SessionClient
 

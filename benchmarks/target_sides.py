@@ -28,7 +28,7 @@ import yaml
 from benchmarks.target_environment import FIRST_REQUEST
 from benchmarks.target_exam import Exam, Settings, do_nothing, pretrain
 from trl_atropos import __version__
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 from trl_atropos.services.mps import start_mps
 
 if TYPE_CHECKING:  # it imports vLLM, which our side's process needs not

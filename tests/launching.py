@@ -29,7 +29,7 @@ from tests import ROOT
 from tests.forge import TRAINER, Forked
 from tests.sharded import run_ranks
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 RECIPE = "recipes/quickstart/colocate.yaml"
 MODEL_SEED = 42  # by default, of the script that makes the model

@@ -19,8 +19,8 @@ import requests
 
 from tests.forge import FORKED_ENGINES, SERVER, Forked
 from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.services.addresses import free_port
 from trl_atropos.services.guard import SharedFiles, end_service, members
-from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
 READY_WITHIN = 180.0  # seconds

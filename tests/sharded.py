@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forge import TRAINER, Forked
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 KINDS = ("ddp", "zero2", "zero3", "fsdp2")
 SHOWN = 4000  # characters of each process's output in a failure message

@@ -237,8 +237,9 @@ def check_files(recipe: "Recipe") -> "Recipe":
     """Checks on all ranks what a run reads and writes. Returns the recipe with the checkpoint's
     folder as `resume_from_checkpoint`, or with `None`."""
     from trl_atropos.distributed import on_main, together
-    from trl_atropos.weights import checkpoint as checkpoints
     from trl_atropos.weights import trainable
+    from trl_atropos.weights.checkpoint import require_whole
+    from trl_atropos.weights.checkpoint_adapters import require_same_weights
     from trl_atropos.weights.run_path import starting_checkpoint
     from trl_atropos.weights.savable import require_savable_generation, require_writable
 
@@ -256,8 +257,8 @@ def check_files(recipe: "Recipe") -> "Recipe":
         on_main(lambda: _probe_kinds(recipe))
     folder = starting_checkpoint(training, training.resume_from_checkpoint)
     if folder is not None:
-        together(lambda: checkpoints.require_whole(folder))
-        together(lambda: checkpoints.require_same_weights(folder, model.use_peft))
+        together(lambda: require_whole(folder))
+        together(lambda: require_same_weights(folder, model.use_peft))
     return recipe.with_training(resume_from_checkpoint=folder)
 
 

@@ -80,7 +80,8 @@ from trl_atropos.training.computation import (
 from trl_atropos.training.evaluation import EvaluationCallback
 from trl_atropos.training.supply import BatchSupply, source_of, state_callback
 from trl_atropos.weights import adapters, masters
-from trl_atropos.weights import checkpoint as checkpoints
+from trl_atropos.weights.checkpoint import save_whole
+from trl_atropos.weights.checkpoint_optimizer import groups_of, optimizer_resumed
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 from trl_atropos.weights.run_path import (
     RunPath,
@@ -288,7 +289,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # The optimizer is final now, and its state is not loaded yet.
         if optimizer is None:
             optimizer = self.optimizer
-        self._configured_groups = checkpoints.groups_of(optimizer)
+        self._configured_groups = groups_of(optimizer)
         return scheduler
 
     def _begin(self, optimizer: Any) -> None:
@@ -633,7 +634,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self._schedule.warn_of_unfinished_batch(self._step, self.state.global_step)
         write = partial(super()._save_checkpoint, model, trial)
         with self.stopwatch.part(SAVE):
-            checkpoints.save_whole(self, write)
+            save_whole(self, write)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Saves the model, on every machine if `save_on_each_node` is set."""
@@ -668,7 +669,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         with (
             activity(f"Loading the optimizer's state of {checkpoint}"),
-            checkpoints.optimizer_resumed(self, checkpoint, self._configured_groups),
+            optimizer_resumed(self, checkpoint, self._configured_groups),
         ):
             super()._load_optimizer_and_scheduler(checkpoint)
         # DeepSpeed and FSDP have loaded the adapter before this method is called.

@@ -11,7 +11,7 @@ from trl_atropos.commands.sessions import sessions
 from trl_atropos.errors import ServerError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 from trl_atropos.session_client import SessionClient
 
 pytestmark = pytest.mark.server

@@ -35,7 +35,8 @@ from trl_atropos.protocol import (
     VersionsReply,
     completion_key,
 )
-from trl_atropos.services.manager import Services, port_of
+from trl_atropos.services.addresses import port_of
+from trl_atropos.services.manager import Services
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

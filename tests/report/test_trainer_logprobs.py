@@ -26,7 +26,7 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.rollouts.spool import Spool, read_rollouts
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 from trl_atropos.weights.publisher import NullPublisher
 
 STEPS, ROWS = 3, 16  # rows of a generation batch

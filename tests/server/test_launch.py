@@ -19,7 +19,7 @@ from trl_atropos.flags import SHORT_NAMES, parallel, server_flags, stated_flags
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, hide_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 ADAPTER_MODES = ("nccl_lora", "lora")
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)

@@ -50,7 +50,7 @@ ENGINE = [
     Names(
         "vllm.envs:",
         ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_RPC_BASE_PATH"),
-        ("check/launch.py", "check/lengths.py", "services/manager.py"),
+        ("check/launch.py", "check/lengths.py", "services/machine.py"),
     ),
     Names(
         "vllm.v1.engine.async_llm:AsyncLLM",

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from tests.environment_site import site_module
 from tests.forge import WITHOUT_TORCH
 from trl_atropos.environment_entry import SITE, EnvironmentSpec
-from trl_atropos.services.manager import port_of
+from trl_atropos.services.addresses import port_of
 
 
 def variables(**own: str) -> dict[str, str]:

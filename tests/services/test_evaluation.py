@@ -28,9 +28,10 @@ from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.plane import ControlPlane
 from trl_atropos.services import starting
+from trl_atropos.services.addresses import free_port
 from trl_atropos.services.evaluation_results import Result, interval, measures, pass_at
 from trl_atropos.services.evaluations import Evaluator
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.manager import Services
 
 ENVIRONMENT = "tests/services/evaluated_environment.py"
 WAIT = 120.0  # seconds

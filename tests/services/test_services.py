@@ -30,17 +30,16 @@ from trl_atropos.errors import ServiceError
 from trl_atropos.recipe import parse
 from trl_atropos.rollouts.api import UNREGISTERED
 from trl_atropos.services import manager
+from trl_atropos.services.addresses import port_of, require_free_port
 from trl_atropos.services.guard import members
-from trl_atropos.services.manager import (
+from trl_atropos.services.machine import (
     SCRATCH,
     VMSTAT,
-    Services,
     killed_for_memory,
-    port_of,
-    require_free_port,
     require_shared_memory,
     require_sockets,
 )
+from trl_atropos.services.manager import Services
 from trl_atropos.services.mps import MPS_SHARE, prepare_mps, start_mps
 from trl_atropos.services.service_log import tail
 from trl_atropos.services.starting import start_services
@@ -157,7 +156,7 @@ def test_vllm_traceback_shows_innermost_frames_only(services, free_url):
 def test_killed_service_is_told_with_signal_and_oom(services, killed, monkeypatch, tmp_path):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 70\noom_kill 3\n")
-    monkeypatch.setattr("trl_atropos.services.manager.VMSTAT", vmstat)
+    monkeypatch.setattr("trl_atropos.services.machine.VMSTAT", vmstat)
     services.start("vllm", FOREVER)
     pid = running(services, "vllm")
     vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + killed}\n")

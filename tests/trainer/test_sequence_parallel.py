@@ -33,7 +33,7 @@ from tests.trainer.test_trees import (
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.sequence_parallel import require_shared_heads
 from trl_atropos.errors import RecipeError
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 STEPS = 2
 MANY_STEPS = 25  # of 8 episodes each

@@ -22,7 +22,7 @@ from tests import ROOT
 from tests.sharded import launch
 from tests.trainer.test_trees import Gradients, train
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 TURNS = 4
 TWO, ONE, EXACT = WAYS = ("two", "one", "exact")  # to compute the gradients

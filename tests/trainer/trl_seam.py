@@ -12,6 +12,8 @@ from tests.house.seam import Lines, Names
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 TRAINER = ("trainer.py",)
 CHECKPOINT = ("weights/checkpoint.py",)
+CHECKPOINT_ADAPTERS = ("weights/checkpoint_adapters.py",)
+CHECKPOINT_OPTIMIZER = ("weights/checkpoint_optimizer.py",)
 MASTERS = ("weights/masters.py",)
 ADAPTERS = ("weights/adapters.py",)
 GATHER = ("weights/gather.py",)
@@ -169,7 +171,7 @@ PEFT = [
             "set_peft_model_state_dict(model, peft_model_state_dict, adapter_name)",
             "load_peft_weights(model_id, device)",
         ),
-        CHECKPOINT,
+        CHECKPOINT_ADAPTERS,
     ),
     Names("peft:PeftModel", ("active_adapters", "peft_config"), ADAPTERS + GATHER),
 ]
@@ -188,7 +190,7 @@ TORCH = [
     Names(
         "torch.optim.lr_scheduler:LambdaLR",
         ("_last_lr", "base_lrs", "lr_lambdas"),
-        CHECKPOINT,
+        CHECKPOINT_OPTIMIZER,
     ),
     Names("torch.distributed:ProcessGroupGloo", ("_Options", "create_device"), CHANNEL),
     Names(

@@ -29,7 +29,7 @@ from tests.sharded import forget_sharding, launch, sharding_arguments
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import CheckpointError, RecipeError
 from trl_atropos.weights import adapters
-from trl_atropos.weights.checkpoint import require_adapter_loaded
+from trl_atropos.weights.checkpoint_adapters import require_adapter_loaded
 from trl_atropos.weights.gather import iter_adapter_parameters, iter_full_parameters
 
 QV = {"r": 2, "target_modules": ["q_proj", "v_proj"]}

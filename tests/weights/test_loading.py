@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.rollout_factory import record, uniform_batch
 from tests.server_process import ENVIRONMENT, running_server
 from tests.weights.live import MODES, Live
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.addresses import free_port
+from trl_atropos.services.manager import Services
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -43,7 +43,7 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
-from trl_atropos.services.manager import free_port
+from trl_atropos.services.addresses import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 PROMPT = [64, 65, 66, 28]

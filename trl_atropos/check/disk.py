@@ -13,7 +13,8 @@ from trl_atropos.check.launch import GIB, Case
 from trl_atropos.check.shadow import Sizes, shadow_model
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.weights.masters import HALF, state_bytes
+from trl_atropos.weights.masters import HALF
+from trl_atropos.weights.optimizer_state import state_bytes
 from trl_atropos.weights.savable import free_bytes
 
 RESTART_COPIES = 3  # the version that is served, the one before, and the one that is being written

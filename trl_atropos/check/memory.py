@@ -22,7 +22,8 @@ from trl_atropos.check.shadow import (
     total_bytes,
     trace,
 )
-from trl_atropos.weights.masters import HALF, TORCHS_OWN, gradients_in_flight, state_bytes
+from trl_atropos.weights.masters import HALF, gradients_in_flight
+from trl_atropos.weights.optimizer_state import TORCHS_OWN, state_bytes
 
 TEMPORARIES = "temporaries"
 PASSING = (ACTIVATIONS, GRADIENTS, TEMPORARIES)  # items that are gone when a step is over

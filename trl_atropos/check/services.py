@@ -28,13 +28,9 @@ from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.server.vllm_flags import unknown_flags
 from trl_atropos.server_client import ServerClient
+from trl_atropos.services.addresses import port_of, require_free_port
 from trl_atropos.services.environment_source import reshaping_requests
-from trl_atropos.services.manager import (
-    port_of,
-    require_free_port,
-    require_shared_memory,
-    require_sockets,
-)
+from trl_atropos.services.machine import require_shared_memory, require_sockets
 
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
 ANSWER = 5.0  # seconds

@@ -39,7 +39,8 @@ from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import ScoredGroup, parse_group
 from trl_atropos.rollouts.wire_values import RejectedGroup
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
+from trl_atropos.services.addresses import trouble_at
+from trl_atropos.services.manager import ENVIRONMENT, Service, Services
 from trl_atropos.services.service_log import cause_of_end, tail
 from trl_atropos.services.stacks import where_is
 from trl_atropos.services.starting import control_token, start_services

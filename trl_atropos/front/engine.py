@@ -15,7 +15,8 @@ from trl_atropos.errors import ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server.launch import READY_VARIABLE
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.addresses import free_port
+from trl_atropos.services.manager import Services
 
 NAME = "engine"
 LOG_POLL = 0.2  # seconds between two looks at the log

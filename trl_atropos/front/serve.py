@@ -47,8 +47,9 @@ from trl_atropos.server.plane import (
     error,
     while_connected,
 )
+from trl_atropos.services.addresses import require_free_port
 from trl_atropos.services.guard import KILL_DEADLINE
-from trl_atropos.services.manager import GRACE, require_free_port
+from trl_atropos.services.manager import GRACE
 from trl_atropos.services.signals import install_handlers
 from trl_atropos.terminal import fitted
 

@@ -8,33 +8,28 @@ reverse order. If the trainer is killed outright, the guards do.
 """
 
 import contextlib
-import errno
-import functools
-import itertools
 import logging
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from random import SystemRandom
-from urllib.parse import urlsplit
 
 from trl_atropos.activity import Pacer, activity
 from trl_atropos.errors import ServiceError
 from trl_atropos.privacy import CLOSED_VARIABLE
+from trl_atropos.services.addresses import trouble_at
 from trl_atropos.services.environment_metrics import FILE_VARIABLE, metrics_file
-from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
+from trl_atropos.services.guard import KILL_DEADLINE, SharedFiles, end_service
+from trl_atropos.services.machine import SCRATCH, killed_for_memory
 from trl_atropos.services.service_log import cause_of_crash, cause_of_end, end_of, tail, tell_work
 from trl_atropos.services.stacks import FOLDER_VARIABLE
 
@@ -50,21 +45,8 @@ SETTLED = 30.0
 # promised
 GRACE = 5.0
 POLL = 0.2  # seconds
-HEALTH_TIMEOUT = 2.0  # seconds for one question whether a service is ready
-SCRATCH = "ta"  # how the names of services' temporary folders begin
 # Variable of the file of one word in which an environment notes how far it has come.
 STAGE_VARIABLE = "TRL_ATROPOS_STAGE"
-
-# variable that NVIDIA's Multi-Process Service and its processes read
-MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
-FREE_PORTS = range(20_000, 30_000)
-# bytes: in that folder, vLLM gives a socket a UUID for its name
-SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36
-LONGEST_SOCKET_FOLDER = 107 - SOCKET_NAME  # bytes; the path of a Unix socket may have 107
-# bytes: several workers have a queue between them
-SHARED_BY_ONE = 16 << 20
-SHARED_BY_SEVERAL = 256 << 20
-VMSTAT = Path("/proc/vmstat")
 
 # What `accelerate launch` sets for its workers. A server that inherited
 # TORCHELASTIC_USE_AGENT_STORE would wait at the launcher's store for its process group, for ever.
@@ -382,132 +364,6 @@ def _death_of(service: Service, code: int) -> ServiceError:
     error = ServiceError(what, fix=fix)
     error.exit_code = code
     return error
-
-
-def trouble_at(url: str) -> str | None:
-    """Returns what a URL does instead of answering 200. Returns `None` if it answers 200. Proxies
-    of the environment are ignored: they do not know our 127.0.0.1."""
-    address = urlsplit(url)
-    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
-    connection = kind(address.hostname, address.port, timeout=HEALTH_TIMEOUT)
-    try:
-        connection.request("GET", address.path or "/")
-        status = connection.getresponse().status
-    except (OSError, HTTPException) as error:
-        return str(error) or type(error).__name__
-    finally:
-        connection.close()
-    if status == 200:
-        return None
-    return f"HTTP status {status}"
-
-
-def port_of(url: str) -> int:
-    """Returns the port of a URL, as `--port` of the service that is to answer there. Raises
-    `ServiceError` if it has none."""
-    with contextlib.suppress(ValueError):  # no number, or above 65,535
-        port = urlsplit(url).port
-        if port:
-            return port
-    fix = "Write it like http://127.0.0.1:8000."
-    raise ServiceError(f"{url!r} names no port", url, fix, "port")
-
-
-def mps_runs() -> bool:
-    """Returns whether NVIDIA's Multi-Process Service runs: whether the pipe is there through which
-    its processes are reached."""
-    folder = os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps")
-    return os.path.exists(os.path.join(folder, "control"))
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port where nobody listens now. Hardly any other process takes it before you bind
-    it: the kernel gives it to no connection by itself, and each process tries ports in an order of
-    its own."""
-    ports = _ports_of(os.getpid())
-    for _ in FREE_PORTS:
-        port = next(ports)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    what = f"all ports from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {host} are in use"
-    raise ServiceError(what, fix="End what uses them.")
-
-
-@functools.cache
-def _ports_of(process: int) -> Iterator[int]:
-    """Returns the endless order in which a process tries ports. A forked process must not go on
-    where its parent is, and `random` would follow the trainer's seed."""
-    order = SystemRandom().sample(FREE_PORTS, len(FREE_PORTS))
-    return itertools.cycle(order)
-
-
-def require_free_port(url: str, what: str, fix: str) -> None:
-    """Raises `ServiceError`, with `fix`, if the service `what`, such as "the Atropos API", cannot
-    listen at `url`."""
-    host = urlsplit(url).hostname
-    port = port_of(url)
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _name, address = addresses[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # as uvicorn: old connections do not count
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        problem = f"cannot be listened on ({error.strerror})"
-        if error.errno == errno.EADDRINUSE:
-            problem = "is already in use"
-        seen = f"port {port} on {host} {problem}"
-        message = f"{seen}, {what} cannot be started there"
-        raise ServiceError(message, seen, fix, "port-taken") from error
-
-
-def require_sockets() -> None:
-    """Raises `ServiceError` if the path of the sockets through which vLLM's processes talk would be
-    too long."""
-    variable = "VLLM_RPC_BASE_PATH"
-    folder = os.environ.get(variable)
-    if not folder:
-        variable = "TMPDIR"
-        folder = tempfile.gettempdir()
-    length = len(os.fsencode(folder))
-    if length > LONGEST_SOCKET_FOLDER:
-        what = (
-            f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; "
-            f"at most {LONGEST_SOCKET_FOLDER} leave room for names"
-        )
-        fix = f"Set `{variable}` to a folder with a shorter path, such as /tmp."
-        raise ServiceError(what, folder, fix, "sockets")
-
-
-def require_shared_memory(processes: int) -> None:
-    """Raises `ServiceError` if /dev/shm is too small for a vLLM server of that many worker
-    processes."""
-    needed = SHARED_BY_ONE if processes == 1 else SHARED_BY_SEVERAL
-    free = shutil.disk_usage(SHM).free
-    if free < needed:
-        what = (
-            f"{SHM} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes "
-            f"needs {needed >> 20}"
-        )
-        fix = (
-            "Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or "
-            "make room there."
-        )
-        raise ServiceError(what, f"{free >> 20} MiB", fix, "shared-memory")
-
-
-def killed_for_memory() -> int:
-    """Returns how many processes the kernel has killed on this machine, since its start, because
-    memory was used up."""
-    with contextlib.suppress(FileNotFoundError):  # some containers hide it
-        counters = VMSTAT.read_text(encoding="ascii")
-        count = re.search(r"^oom_kill (\d+)$", counters, re.MULTILINE)
-        if count is not None:
-            return int(count[1])
-    return 0
 
 
 def _describe(code: int) -> str:

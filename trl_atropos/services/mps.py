@@ -12,8 +12,11 @@ from typing import Any
 
 from trl_atropos.activity import activity
 from trl_atropos.errors import ServiceError
-from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
+from trl_atropos.services.manager import Services
+from trl_atropos.services.service_log import tail
 
+# variables that NVIDIA's Multi-Process Service and its processes read
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MPS_TIMEOUT = 30.0  # seconds until the first process of NVIDIA's MPS has begun
 # In a folder of its own, where no other program gets to it.
@@ -100,3 +103,10 @@ def _start_mps(services: Services) -> None:
     code = subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode
     if code:
         raise ServiceError(f"CUDA does not begin under it (error {code})")
+
+
+def mps_runs() -> bool:
+    """Returns whether NVIDIA's Multi-Process Service runs: whether the pipe is there through which
+    its processes are reached."""
+    folder = os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps")
+    return os.path.exists(os.path.join(folder, "control"))

@@ -16,14 +16,9 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.flags import parallel
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, keep_token
 from trl_atropos.rollouts.api import AtroposClient
-from trl_atropos.services.manager import (
-    ATROPOS,
-    ENVIRONMENT,
-    Services,
-    require_free_port,
-    require_shared_memory,
-    require_sockets,
-)
+from trl_atropos.services.addresses import require_free_port
+from trl_atropos.services.machine import require_shared_memory, require_sockets
+from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Services
 
 if TYPE_CHECKING:
     from trl_atropos.recipe import Recipe

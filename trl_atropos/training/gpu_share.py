@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch.cuda.green_contexts import GreenContext
 
-from trl_atropos.services.manager import mps_runs
+from trl_atropos.services.mps import mps_runs
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trl_atropos.report.model_card import complete_card, correct_adapter_card
-from trl_atropos.weights import checkpoint as checkpoints
+from trl_atropos.weights import checkpoint_adapters
+from trl_atropos.weights.checkpoint import load_weights, require_whole
 
 
 def save_on_each_node(trainer: Any) -> None:
@@ -34,19 +35,19 @@ def load_policy(trainer: Any, checkpoint: str) -> None:
     """Loads the policy of a checkpoint. Raises `CheckpointError` if it is not whole, or is of
     another kind of model."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    checkpoints.require_whole(checkpoint)
-    checkpoints.require_same_weights(checkpoint, isinstance(policy, PeftModel))
+    require_whole(checkpoint)
+    checkpoint_adapters.require_same_weights(checkpoint, isinstance(policy, PeftModel))
     if isinstance(policy, PreTrainedModel):
-        checkpoints.load_weights(policy, checkpoint)
+        load_weights(policy, checkpoint)
     else:
-        checkpoints.load_adapters(policy, checkpoint)
+        checkpoint_adapters.load_adapters(policy, checkpoint)
 
 
 def require_adapter_loaded(trainer: Any, checkpoint: str) -> None:
     """Raises `CheckpointError` if DeepSpeed or FSDP did not load the adapter of a checkpoint."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.is_sharded and isinstance(policy, PeftModel):
-        checkpoints.require_adapter_loaded(trainer.model, trainer.accelerator, checkpoint)
+        checkpoint_adapters.require_adapter_loaded(trainer.model, trainer.accelerator, checkpoint)
 
 
 def complete_model_card(trainer: Any) -> None:

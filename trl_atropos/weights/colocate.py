@@ -20,7 +20,7 @@ from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.modes import COLOCATE
 from trl_atropos.server_client import Servers
-from trl_atropos.services.manager import mps_runs
+from trl_atropos.services.mps import mps_runs
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
 from trl_atropos.weights.full_weights import FullWeights

@@ -11,12 +11,10 @@ DeepSpeed and FSDP have masters of their own.
 """
 
 import logging
-import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -28,30 +26,15 @@ from peft import PeftModel
 from transformers import Trainer
 
 from trl_atropos.errors import AtroposTrainingError, CheckpointError
+from trl_atropos.weights.cpu_gradients import HALF, sum_in_float32
 
 logger = logging.getLogger(__name__)
 
 Groups = list[dict[str, Any]]  # of parameters, in torch's format
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]  # a parameter and its master
 
-HALF = (torch.bfloat16, torch.float16)
 PART = 1 << 28  # values that are stepped at a time if masters are offloaded, or one parameter's
 THREADS = 16  # for that, at most: it is memory that it waits for
-# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim;
-# transformers.optimization).
-BUFFERS = {
-    "ademamix": 3,
-    "adam": 2,
-    "lion": 1,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "sgd": 0,
-    "lomo": 0,
-    "adafactor": 0,
-}
-BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
-TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
 # ------------------------------------------------------------------------- how a trainer gets them
@@ -484,37 +467,6 @@ def _threads(most: int) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def _buffers_of(optim: str) -> int:
-    for family, buffers in BUFFERS.items():
-        if family in optim:
-            return buffers
-    return BUFFERS["adam"]
-
-
-def state_bytes(
-    optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]
-) -> int:
-    """Returns the bytes of the optimizer's state.
-
-    An optimizer that is not in `BUFFERS` counts as AdamW. With `masters`, it works on fp32 copies
-    of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
-    """
-    buffers = _buffers_of(optim)
-    # torch's state is of the parameter's dtype, bitsandbytes' always of 4 bytes.
-    is_wide = masters or "bit" in optim or "bnb" in optim
-    total = 0.0
-    for parameter in parameters:
-        values = parameter.numel()
-        if "adafactor" in optim:  # one value per row and one per column
-            matrices = math.prod(parameter.shape[:-2])
-            total += 4 * sum(parameter.shape[-2:]) * matrices
-        elif "8bit" in optim and values >= SMALLEST and id(parameter) not in embeddings:
-            total += buffers * values * (1 + 4 / BLOCK)
-        else:
-            total += buffers * values * (4 if is_wide else parameter.itemsize)
-    return int(total)
-
-
 # ------------------------------------------------------------------------- around a training step
 
 
@@ -553,70 +505,3 @@ def accumulate_gradients(
             yield partial(accelerator.backward, **options)
     finally:
         state._set_sync_gradients(synchronizes)
-
-
-# ---------------------------------------------------------------------------- torch's CPU kernels
-
-
-@cache
-def sum_in_float32() -> torch.library.Library:
-    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the
-    returned library lives.
-
-    In 16 bits, torch rounds the gradient of an embedding, of a layer norm's weights and of a table
-    that is indexed after each token that it adds: of thousands, the last ones are lost. Those
-    kernels now add in float32 and round once. Values that are not in 16 bits go through torch's own
-    kernels as before.
-    """
-    replacements = {
-        "embedding_dense_backward": _embedding_gradient,
-        "native_layer_norm_backward": _layer_norm_gradients,
-        "_index_put_impl_": _put_by_index,
-    }
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        # that a kernel is replaced
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for name, compute in replacements.items():
-            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, partial(compute, kernel), "CPU", with_keyset=True)
-    return library
-
-
-def _embedding_gradient(kernel, keys, gradient, *arguments):
-    """Returns the table's gradient. `gradient` is that of the embedded tokens, (..., width)."""
-    if gradient.dtype not in HALF:
-        return kernel.call_boxed(keys, gradient, *arguments)
-    wide = kernel.call_boxed(keys, gradient.float(), *arguments)
-    return wide.to(gradient.dtype)
-
-
-def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, needed):
-    """Returns the gradients of input, weight and bias, of which those `needed` are computed."""
-    of_weights = any(needed[1:])
-    if not of_weights or weight is None or weight.dtype not in HALF:
-        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, needed)
-    dtype = gradient.dtype
-    if bias is not None:
-        bias = bias.float()
-    gradients = kernel.call_boxed(
-        keys,
-        gradient.float(),
-        x.float(),
-        shape,
-        mean.float(),
-        deviation.float(),
-        weight.float(),
-        bias,
-        needed,
-    )
-    return tuple(None if wide is None else wide.to(dtype) for wide in gradients)
-
-
-def _put_by_index(kernel, keys, table, indices, values, accumulate=False, unsafe=False):
-    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of
-    zeros."""
-    if not accumulate or table.dtype not in HALF:
-        return kernel.call_boxed(keys, table, indices, values, accumulate, unsafe)
-    wide = kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe)
-    return table.copy_(wide)

@@ -27,7 +27,8 @@ from trl import ModelConfig
 from trl_atropos.distributed import together
 from trl_atropos.errors import RecipeError
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import HALF, TORCHS_OWN, MasterOptimizer, state_bytes
+from trl_atropos.weights.masters import HALF, MasterOptimizer
+from trl_atropos.weights.optimizer_state import TORCHS_OWN, state_bytes
 
 GIB = 1 << 30
 TRIAL = ".trial-save-"  # begins the name of the folder that is written to
