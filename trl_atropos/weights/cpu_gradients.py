@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import torch
 
-HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)  # dtypes of 16 bits
 
 
 @cache

@@ -22,13 +22,6 @@ TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
-def _buffers_of(optim: str) -> int:
-    for family, buffers in BUFFERS.items():
-        if family in optim:
-            return buffers
-    return BUFFERS["adam"]
-
-
 def state_bytes(
     optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]
 ) -> int:
@@ -51,3 +44,10 @@ def state_bytes(
         else:
             total += buffers * values * (4 if is_wide else parameter.itemsize)
     return int(total)
+
+
+def _buffers_of(optim: str) -> int:
+    for family, buffers in BUFFERS.items():
+        if family in optim:
+            return buffers
+    return BUFFERS["adam"]
