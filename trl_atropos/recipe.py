@@ -11,7 +11,6 @@ reads.
 """
 
 import copy
-import difflib
 import math
 import os
 import re
@@ -20,19 +19,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 from transformers.trainer_utils import IntervalStrategy
 from trl import ModelConfig, TrlParser
 
-from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
+from trl_atropos.config import AtroposGRPOConfig, with_help
 from trl_atropos.environment_entry import EnvironmentSpec, EvaluationSpec, parse_entries
 from trl_atropos.errors import RecipeError
 from trl_atropos.flags import number_of, served_rank, server_flags, stated_flags, values_of
 from trl_atropos.modes import AdapterWay
 from trl_atropos.recipe_checks import check_best_model, check_settings
+from trl_atropos.recipe_files import HELP, check_content, load_checked, suggest
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.evaluation_results import GROUPS
 
@@ -84,10 +83,6 @@ class ServicesConfig:
 
 
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
-# Settings whose type is text, and which also take `false`.
-ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")
-# A setting whose type is text, and which also takes a list, of several servers.
-ALSO_LISTS = ("vllm_server_base_url",)
 # One overlay is for many recipes, which differ in these.
 NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}
 KEYWORDS = "the keyword arguments"  # where the settings of a Python program stand
@@ -99,17 +94,6 @@ HOW_TO_QUOTE = (
 NO_KEY = "none"  # servers of the run ask for no API key
 # Seed of the environments of evaluations, whatever that of the run: the same problems for all runs.
 EVALUATION_SEED = 0
-# Settings by which other programs of TRL name their prompts and rewards.
-PROMPT_DATASET = (
-    "dataset_name",
-    "dataset_config",
-    "dataset_train_split",
-    "dataset_test_split",
-    "dataset_streaming",
-    "reward_funcs",
-    "reward_model_name_or_path",
-)
-HELP = "See `python -m trl_atropos.train --help`."
 EXAMPLE = "recipes/quickstart/colocate.yaml"
 
 
@@ -349,15 +333,15 @@ def parse(argv: list[str], settings: Mapping[str, Any] | None = None) -> Recipe:
         config_flags += ["--config", recipe]
     argv = [*config_flags, *argv]
     parser = _Parser(PARTS)
-    known = {action.dest for action in parser._actions}
+    types = _types_of_settings(parser)
     if path is not None:
-        _load_checked(path, known)  # only for its errors: the parser reads the file itself
+        load_checked(path, types)  # only for its errors: the parser reads the file itself
     for overlay in overlays:
-        parser.overlaid |= _overlay_settings(overlay, path, known)
+        parser.overlaid |= _overlay_settings(overlay, path, types)
     sources = list(overlays)
     if settings:
         sources.append(KEYWORDS)
-        parser.overlaid |= _keyword_settings(settings, known)
+        parser.overlaid |= _keyword_settings(settings, types)
     try:
         services, training, model, rest = parser.parse_args_and_config(
             argv, return_remaining_strings=True
@@ -365,7 +349,7 @@ def parse(argv: list[str], settings: Mapping[str, Any] | None = None) -> Recipe:
     except (ValueError, TypeError) as error:
         raise _located(error, argv, path, sources) from error
     if rest:
-        raise _unknown_arguments(rest, argv, known)
+        raise _unknown_arguments(rest, argv, types)
     services = replace(services, vllm_args=_vllm_args(services.vllm_args))
     folder = os.path.dirname(os.path.abspath(path)) if path else None
     environments = parse_entries("environments", services.environments, EnvironmentSpec, folder)
@@ -373,6 +357,14 @@ def parse(argv: list[str], settings: Mapping[str, Any] | None = None) -> Recipe:
     parsed = Recipe(services, training, model, environments, evaluations)
     check_settings(parsed)
     return _scheduled(parsed)
+
+
+def _types_of_settings(parser: TrlParser) -> dict[str, Any]:
+    """Returns the types of all settings, by their names."""
+    hints: dict[str, Any] = {}
+    for part in PARTS:
+        hints |= get_type_hints(part)
+    return {action.dest: hints.get(action.dest, Any) for action in parser._actions}
 
 
 def _refuse_missing_recipe(argv: list[str]) -> None:
@@ -385,13 +377,13 @@ def _refuse_missing_recipe(argv: list[str]) -> None:
     raise RecipeError("No recipe", " ".join(argv), fix, "no-recipe")
 
 
-def _unknown_arguments(words: list[str], argv: list[str], known: set[str]) -> RecipeError:
+def _unknown_arguments(words: list[str], argv: list[str], types: Mapping[str, Any]) -> RecipeError:
     """Returns the error of a command line with `words` that the parser does not know."""
     if "--vllm_args" in argv:
         fix = HOW_TO_QUOTE
     else:
         flag, _, _ = words[0].partition("=")
-        fix = _suggest(flag.lstrip("-"), known)
+        fix = suggest(flag.lstrip("-"), types)
     unknown = " ".join(words)
     return RecipeError(f"Unknown arguments: {unknown}", unknown, fix, "unknown-flag")
 
@@ -446,12 +438,12 @@ def _vllm_args(given: list[str] | str | None) -> list[str]:
     return flags
 
 
-def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
+def _overlay_settings(path: str, recipe: str | None, types: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of an overlay. Raises `RecipeError` for those that it may not have."""
     if recipe is None:
         what = f"`--overlay {path}` changes a recipe, and there is none"
         raise RecipeError(what, path, "Name one with `--config`.", "no-recipe")
-    settings = _load_checked(path, known, "--overlay")
+    settings = load_checked(path, types, "--overlay")
     for key in settings.keys() & NOT_IN_OVERLAYS:
         what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
         fix = f"Set it in the recipe, {recipe}."
@@ -459,7 +451,7 @@ def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[st
     return settings
 
 
-def _keyword_settings(settings: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+def _keyword_settings(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments of a Python program as a recipe would state them. Raises
     `RecipeError` for names and types that are wrong."""
     if "env" in settings:
@@ -467,7 +459,7 @@ def _keyword_settings(settings: Mapping[str, Any], known: set[str]) -> dict[str,
         fix = "Set them in `os.environ` before you import anything, or in the recipe."
         raise RecipeError(what, f"env: {settings['env']}", fix)
     stated = {key: _as_in_yaml(value) for key, value in settings.items()}
-    _check_content(stated, KEYWORDS, known)
+    check_content(stated, KEYWORDS, types)
     return stated
 
 
@@ -480,109 +472,6 @@ def _as_in_yaml(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_in_yaml(entry) for key, entry in value.items()}
     return value
-
-
-def read_yaml(path: str) -> Any:
-    """Returns the content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or
-    `yaml.YAMLError`."""
-    with open(path, encoding="utf-8") as file:
-        return yaml.safe_load(file)
-
-
-def _load_checked(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
-    """Returns the settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types
-    that are wrong."""
-    content = _load(path, flag)
-    _check_content(content, path, known)
-    return content
-
-
-def _check_content(content: dict[str, Any], place: str, known: set[str]) -> None:
-    """Raises `RecipeError` for keys and types that are wrong. `place` says where they stand."""
-    for key, value in content.items():
-        if key not in known and key != "env":
-            what = f"{place}: unknown key `{key}`"
-            fix = _suggest(str(key), known)
-            raise RecipeError(what, f"{key}: {value}", fix, "unknown-key")
-    hints: dict[str, Any] = {}
-    for part in PARTS:
-        hints |= get_type_hints(part)
-    for key, value in content.items():
-        hint = hints.get(key, Any)
-        wanted = _wanted(key, value, hint)
-        if wanted is not None:
-            what = f"{place}: `{key}` is {value!r}"
-            raise RecipeError(what, f"{key}: {value}", f"Write {wanted}.")
-
-
-def _load(path: str, flag: str) -> dict[str, Any]:
-    """Returns the `key: value` lines of the file that `flag` names. Raises `RecipeError` if it has
-    none."""
-    kind = "recipe" if flag == "--config" else "overlay"
-    fix = f"Check `{flag}`."
-    if not os.path.isfile(path):
-        what = f"The {kind} {path!r} does not exist (looked in {os.getcwd()})"
-        if os.path.isdir(path):
-            what = f"The {kind} {path!r} is a folder, not a YAML file"
-        raise RecipeError(what, path, fix, "no-recipe")
-    try:
-        content = read_yaml(path)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        what = f"{path} is not valid YAML: {reason}"
-        raise RecipeError(what, path, "Correct it there.", "recipe-format") from error
-    except (OSError, UnicodeError) as error:
-        what = f"The {kind} {path} cannot be read: {error}"
-        raise RecipeError(what, path, fix, "no-recipe") from error
-    if not isinstance(content, dict):
-        what = f"{path} must hold `key: value` lines at its top level"
-        type_name = type(content).__name__
-        fix = "Write one setting a line there, such as `max_steps: 100`."
-        raise RecipeError(what, f"{path}: {type_name}", fix, "recipe-format")
-    return content
-
-
-def _wanted(key: str, value: Any, hint: Any) -> str | None:
-    """Returns what to write in place of a YAML value of the wrong type, or `None` if the value may
-    be right. Text is checked later."""
-    if key in ALSO_LISTS and isinstance(value, list):
-        return None
-    if key in ALSO_FALSE and value is False:
-        return None
-    allowed = set(get_args(hint) or (hint,))
-    if value is None:
-        if allowed & {NoneType, Any}:
-            return None
-        return "a value behind the colon, or leave the line out"
-    if value is False and str in allowed and bool not in allowed:  # YAML reads a bare `no` as false
-        return 'the word in quotes ("no", say): without them YAML reads `no` as false'
-    if isinstance(value, str) or type(value) in allowed:
-        return None
-    kinds = allowed - {NoneType}
-    if float in kinds and type(value) is int:
-        return None
-    if kinds <= {int, float}:
-        return "a number" if float in kinds else "a whole number"
-    if kinds == {str} and value is not True:
-        return "text, in quotes if it looks like a number"
-    if kinds == {bool}:
-        return "true or false"
-    return None
-
-
-def _suggest(key: str, known: set[str]) -> str:
-    """Returns what to do about a setting that does not exist."""
-    if key in REMOVED:
-        return f"It is no setting any more. {REMOVED[key]}"
-    if key in PROMPT_DATASET:
-        return (
-            "Leave it out: prompts and rewards come from `environments:`, as in "
-            "`environments: [my_task/environment.py]`."
-        )
-    close = difflib.get_close_matches(key, known, n=1)
-    if not close:
-        return HELP
-    return f"Did you mean `{close[0]}`?"
 
 
 def _scheduled(recipe: Recipe) -> Recipe:

@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.check.desk import SOURCE, Desk
 from trl_atropos.config import REMOVED
 from trl_atropos.errors import ERROR, WARNING
-from trl_atropos.recipe import PROMPT_DATASET
+from trl_atropos.recipe_files import PROMPT_DATASET
 
 # Settings of a good recipe that are other than in `Desk.recipe`, or a function that plants the
 # mistake and returns the command line.

@@ -22,7 +22,8 @@ from trl import get_peft_config
 from trl_atropos.batches.micro_batches import FIRST_TOKENS
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.flags import number_of, parallel, server_flags
-from trl_atropos.recipe import Recipe, read_yaml
+from trl_atropos.recipe import Recipe
+from trl_atropos.recipe_files import read_yaml
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.weights.model_setup import drops_soft_cap
 
