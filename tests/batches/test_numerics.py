@@ -30,7 +30,8 @@ from tests.batches.test_packing import FORWARD, lengths_only
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.batches import numerics, packed_attention
-from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
+from trl_atropos.batches.model_checks import Row, check_head
+from trl_atropos.batches.numerics import Exact, replaced, use, use_float32_head
 from trl_atropos.batches.packed_attention import RowFormat
 from trl_atropos.batches.packing import Layout, score_all
 from trl_atropos.errors import RecipeError

@@ -23,6 +23,7 @@ from tests.rollout_factory import arguments, make_trainer, record, step_logs, un
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches import packed_attention, packing, trial
+from trl_atropos.batches.compiled_layers import compile_layers, worth_compiling
 from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.micro_batches import without_padding
 from trl_atropos.batches.packing import Layout
@@ -510,10 +511,10 @@ def test_layers_are_compiled_only_where_worthwhile():
             Qwen3MoeConfig(**sizes, hidden_size=2048, intermediate_size=6144)
         )
     gpu = torch.device("cuda")
-    assert packed_attention.worth_compiling(large, gpu)
-    assert not packed_attention.worth_compiling(large, CPU)
-    assert not packed_attention.worth_compiling(small, gpu)
-    assert not packed_attention.worth_compiling(experts, gpu)
+    assert worth_compiling(large, gpu)
+    assert not worth_compiling(large, CPU)
+    assert not worth_compiling(small, gpu)
+    assert not worth_compiling(experts, gpu)
 
 
 @pytest.mark.gpu
@@ -528,7 +529,7 @@ def test_row_on_gpu_is_scored_like_its_rollouts(name, dtype, compiled, shares, t
     row_format = packed_attention.RowFormat.of(packed, torch.device("cuda"), None, 1)
     assert trial.why_padded(packed, packed, row_format) is None
     if compiled:
-        packed_attention.compile_layers(packed)
+        compile_layers(packed)
     assert trial.why_unshared(packed, packed, row_format) is None
     ids, mask = padded_alike(250) if shares else padded(250)
     ids, mask, parts = (
@@ -582,7 +583,7 @@ def test_compiled_layers_take_numbers_as_constants(tiny_model, monkeypatch):
     compile_by(backend, monkeypatch)
     model = load(tiny_model)
     with torch._dynamo.config.patch(specialize_float=False):  # torch's default
-        packed_attention.compile_layers(model)
+        compile_layers(model)
         model(input_ids=torch.ones(1, 5, dtype=torch.int64))
     kinds = {value.dtype for value in taken if isinstance(value, torch.Tensor)}
     assert kinds <= {torch.float32, torch.int64, torch.bool}
@@ -656,7 +657,7 @@ def test_layers_are_compiled_once_for_any_length(device, width, adapter, monkeyp
             return kernel_of_any_lengths(query, key, cu_seq_q, max_q, max_k)
 
         monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
-    packed_attention.compile_layers(model)
+    compile_layers(model)
     before, compiled = counters["stats"]["unique_graphs"], []
     for lengths in ROWS[device]:
         rollouts = lengths_only([1] * len(lengths), lengths)

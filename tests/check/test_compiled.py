@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from trl_atropos.batches.packed_attention import FOR_ALL_LENGTHS
+from trl_atropos.batches.compiled_layers import FOR_ALL_LENGTHS
 from trl_atropos.check.compiled import LayerCalls, _kept_by_graph, _kept_for_backward
 
 ROWS, LENGTH = 2, 96

@@ -26,16 +26,8 @@ from tests.rollout_factory import (
 from tests.trainer.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.metrics.health import (
-    FINE_AGAIN,
-    SAMPLED,
-    SIGNALS,
-    Health,
-    History,
-    Movement,
-    rollout_measures,
-    share_dropped,
-)
+from trl_atropos.metrics.health import FINE_AGAIN, SIGNALS, Health
+from trl_atropos.metrics.measures import SAMPLED, History, Movement, rollout_measures, share_dropped
 from trl_atropos.report.progress import format_line
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout

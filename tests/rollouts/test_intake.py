@@ -7,7 +7,7 @@ import pytest
 
 from tests.rollouts.conftest import DATA, admitted, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.metrics.health import share_dropped
+from trl_atropos.metrics.measures import share_dropped
 from trl_atropos.rollouts import drop_reasons
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout

@@ -5,19 +5,18 @@ import pytest
 import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
-from trl_atropos.server import layout
+from trl_atropos.server import shared_arena
 from trl_atropos.server.extension import WorkerExtension
 from trl_atropos.server.layout import (
-    ALIGNMENT,
     CopyTracer,
     memory_of,
-    move_to_arena,
     numbers_of,
     places_of,
     trace,
     unique_storages,
     unnamed,
 )
+from trl_atropos.server.shared_arena import ALIGNMENT, move_to_arena
 from trl_atropos.server.weight_receiver import unloaded
 from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.tensors.shared_memory import allocate_arena
@@ -312,7 +311,7 @@ def test_places_tell_replacement_and_numbers_tell_eps():
 
 
 def test_incomparable_worker_tells_why(monkeypatch):
-    monkeypatch.setattr(layout, "packed_layers", ["model.layers.0.mlp"])
+    monkeypatch.setattr(shared_arena, "packed_layers", ["model.layers.0.mlp"])
     worker, spec = WorkerExtension(), ParameterSpec.of("w", [2, 3], torch.float32)
     told = worker.trl_atropos_trace("weights", [spec.model_dump()], None)
     assert told["parts"] == [[]] and "the first is model.layers.0.mlp" in told["refused"]["w"]

@@ -180,14 +180,14 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from trl_atropos.server import compat, extension, layout
+from trl_atropos.server import compat, extension, shared_arena
 
 address = f"file://{sys.argv[1]}/rendezvous"
 torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
 
 
 def load(folder):
-    arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=layout.LOAD_FORMAT)
+    arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=shared_arena.LOAD_FORMAT)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
@@ -203,15 +203,15 @@ class Moved:
 for folder in sys.argv[2:]:
     model, config = load(folder)
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    kept = any(getattr(method, "experts_cls", None) is layout.InPlaceExperts for method in methods)
-    print("found", kept, extension.needs_reload(config, torch.device("cuda")), layout.packed_layers)
+    kept = any(getattr(method, "experts_cls", None) is shared_arena.InPlaceExperts for method in methods)
+    print("found", kept, extension.needs_reload(config, torch.device("cuda")), shared_arena.packed_layers)
     for kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"):
-        usual = getattr(layout, kind)
-        setattr(layout, kind, Moved)
+        usual = getattr(shared_arena, kind)
+        setattr(shared_arena, kind, Moved)
         load(folder)
-        setattr(layout, kind, usual)
-        print("moved", kind, len(layout.packed_layers) > 0, layout.refusal_of_packed_layers())
-        layout.packed_layers.clear()
+        setattr(shared_arena, kind, usual)
+        print("moved", kind, len(shared_arena.packed_layers) > 0, shared_arena.refusal_of_packed_layers())
+        shared_arena.packed_layers.clear()
 """
 
 

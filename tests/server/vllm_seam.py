@@ -17,6 +17,7 @@ CONTROL = ("server/control.py",)
 SAMPLING = ("server/sampling.py",)
 SESSIONS = ("server/session_capture.py",)
 LAYOUT = ("server/layout.py",)
+SHARED_ARENA = ("server/shared_arena.py",)
 EXTENSION = ("server/extension.py",)
 WEIGHTS = ("server/weight_receiver.py",)
 ADAPTERS = ("server/adapter_receiver.py",)
@@ -290,7 +291,7 @@ CONFIGS = [
         "vllm.config:LoRAConfig", ("lora_dtype", "max_lora_rank", "max_loras"), EXTENSION + ADAPTERS
     ),
     Names("vllm.config:CacheConfig", ("block_size",), EXTENSION),
-    Names("vllm.config:LoadConfig", ("load_format", "model_loader_extra_config"), LAYOUT),
+    Names("vllm.config:LoadConfig", ("load_format", "model_loader_extra_config"), SHARED_ARENA),
 ]
 
 # --------------------------------------------------------------------------- workers and their layers
@@ -371,25 +372,25 @@ WORKER = [
     Names(
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
         ("load_weights(model, model_config)",),
-        LAYOUT,
+        SHARED_ARENA,
         exact=True,
     ),
     Names(
         f"{LAYERS}.linear:UnquantizedLinearMethod",
         ("process_weights_after_loading(layer)",),
-        LAYOUT,
+        SHARED_ARENA,
         exact=True,
     ),
     Names(
         f"{LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         ("process_weights_after_loading(layer)",),
-        LAYOUT,
+        SHARED_ARENA,
         exact=True,
     ),
     Names(f"{LAYERS}.attention:Attention", ("impl",), LAYOUT),
-    Names(f"{LAYERS}.fused_moe:UnquantizedFusedMoEMethod", ("experts_cls",), LAYOUT),
-    Names(f"{LAYERS}.fused_moe.routed_experts:RoutedExperts", ("quant_method",), LAYOUT),
-    Names(f"{LAYERS}.fused_moe.activation:MoEActivation", ("SWIGLUOAI",), LAYOUT),
+    Names(f"{LAYERS}.fused_moe:UnquantizedFusedMoEMethod", ("experts_cls",), SHARED_ARENA),
+    Names(f"{LAYERS}.fused_moe.routed_experts:RoutedExperts", ("quant_method",), SHARED_ARENA),
+    Names(f"{LAYERS}.fused_moe.activation:MoEActivation", ("SWIGLUOAI",), SHARED_ARENA),
     # 0.26 and 0.27 have functions in its place, and that of 0.28 and 0.29 also routes the tokens
     Names(
         f"{LAYERS}.fused_moe.experts.cpu_moe:",
@@ -407,7 +408,7 @@ WORKER = [
             "w2_bias",
             "activation(activation, output, input)",
         ),
-        LAYOUT,
+        SHARED_ARENA,
         since="0.30",
     ),
 ]
@@ -552,7 +553,7 @@ SOURCE = [
         "vllm.model_executor.layers.utils:",
         ("return layer.cpu_linear(x, weight, bias)",),
         "a linear layer on the CPU computes with the function that we put there",
-        LAYOUT,
+        SHARED_ARENA,
     ),
     Lines(
         "vllm.v1.core.kv_cache_utils:",

@@ -184,7 +184,7 @@ TORCH = [
     Names("torch:", ("_foreach_copy_", "_foreach_div_"), MASTERS),
     Names("torch:", ("_foreach_mul",), ("weights/lora.py",)),
     Names("torch:", ("_foreach_mul_",), ("benchmarks/publish.py",)),
-    Names("torch:", ("_dynamo",), ("benchmarks/step_trainers.py", "batches/packed_attention.py")),
+    Names("torch:", ("_dynamo",), ("benchmarks/step_trainers.py", "batches/compiled_layers.py")),
     Names("torch.nn:Module", ("_non_persistent_buffers_set",), GATHER),
     Names("torch.nn:Module", ("_apply",), SHADOW),
     Names(

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos.batches import packed_attention
+from trl_atropos.batches.compiled_layers import compile_layers
 from trl_atropos.batches.packing import Layout
 from trl_atropos.batches.sharing import RolloutTokens
 from trl_atropos.weights.model_setup import checkpoint_layers, is_attention, prepare_model
@@ -67,7 +68,7 @@ def test_selective_checkpointing_attends_once(device, dtype, compiled, tiny_mode
     packed_attention.use_packed_attention(model)
     row_format = packed_attention.RowFormat.of(model, torch.device(device), None, 1)
     if compiled:
-        packed_attention.compile_layers(model)
+        compile_layers(model)
     usual, expected = gradients(model, row_format, None)
     assert usual >= model.config.num_hidden_layers  # of torch's attention, one call a rollout
     calls = {}

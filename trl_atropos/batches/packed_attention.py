@@ -1,10 +1,9 @@
-"""Prepares a model for packed rows: its attention stops at the borders between rollouts, and its
-layers are compiled once for rows of all lengths.
+"""Prepares a model for packed rows: its attention stops at the borders between rollouts.
 
-`training/computation.py` calls `use_packed_attention` and `compile_layers` before training.
-`packing.py` makes the rows, and passes `RowFormat.inputs` to the model with each. The model hands
-them on to `attend` in every layer. On GPUs and in 16 bits, one kernel for variable lengths computes
-all rollouts. Elsewhere torch's own attention computes them one by one.
+`training/computation.py` calls `use_packed_attention` before training. `packing.py` makes the rows,
+and passes `RowFormat.inputs` to the model with each. The model hands them on to `attend` in every
+layer. On GPUs and in 16 bits, one kernel for variable lengths computes all rollouts. Elsewhere
+torch's own attention computes them one by one.
 
 Paths that begin alike may share their beginning (`sharing.py`). It then stands in the row once, and
 the keys and values of each of these paths begin with copies of that.
@@ -24,7 +23,6 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_atropos.batches.long_attention import are_long, attend_in_turn
 from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
@@ -37,11 +35,6 @@ VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 # Some models pass these to their attention beside query, key and value. They change what it
 # computes: which keys a query sees, what is added to its scores, and a cap on them.
 NOT_PACKED = ("indices", "block_indices", "position_bias", "s_aux", "softcap")
-# parameters: a run of a smaller model may end before it has won back the time of compiling
-WORTH_COMPILING = 50_000_000
-# Without this option, a norm's gradient is compiled in one way for long rows and in another for
-# short ones, of half a dozen lengths: a row of a new length would stop training for ten seconds.
-FOR_ALL_LENGTHS = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 class RowFormat(NamedTuple):
@@ -454,60 +447,3 @@ def _tokens_first(states: Tensor) -> Tensor:
 def _tokens_second(states: Tensor) -> Tensor:
     """Returns states (T, heads, head_dim) as (1, heads, T, head_dim)."""
     return states.transpose(0, 1)[None]
-
-
-# ------------------------------------------------------------------------------------------- layers
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each decoder layer when it is first used: its norms, rotary embedding and
-    activations become a few kernels."""
-    # Otherwise torch passes the numbers of a layer, such as the epsilon of its norms, as tensors on
-    # the CPU. For these it compiles C++, with GPUs as well: minutes before the first step.
-    torch._dynamo.config.specialize_float = True
-    layers = decoder_layers(model)
-    for layer in layers:
-        layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)
-    if not layers:
-        return
-    if any(parameter.requires_grad for parameter in layers[0].parameters()):
-        # Otherwise an adapter's first layer is compiled for itself. Transformers'
-        # `enable_input_require_grads` would have it compiled once more for scores.
-        model.get_input_embeddings().register_forward_hook(_require_gradients)
-
-
-def _require_gradients(embedding: torch.nn.Module, inputs: tuple, embedded: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        embedded.requires_grad_()
-    return embedded
-
-
-def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def are_compiled(
-    setting: bool | None, model: PreTrainedModel, device: torch.device, is_sharded: bool
-) -> bool:
-    """Returns whether a run compiles its layers: what `compile_layers` says, or if it is `None`,
-    whether that pays."""
-    if setting is not None:
-        return setting
-    return not is_sharded and worth_compiling(model, device)
-
-
-def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
-    """Returns whether compiling pays, as measured on GPUs for dense models of 0.3 M to 8 B
-    parameters."""
-    if device.type != "cuda" or has_experts(model):
-        return False
-    return model.num_parameters() >= WORTH_COMPILING
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Returns whether the model is a mixture of experts. Some families have experts in a module's
-    name, Granite in that of its class only."""
-    for name, module in model.named_modules():
-        if "expert" in (name + type(module).__name__).lower():
-            return True
-    return False

@@ -28,14 +28,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_atropos.batches.attention_kernels import AttentionShape, watched_shapes
+from trl_atropos.batches.compiled_layers import has_experts
 from trl_atropos.batches.numerics import float32_precision
-from trl_atropos.batches.packed_attention import (
-    ATTENTION,
-    FLASH,
-    RowFormat,
-    has_experts,
-    use_own_attention,
-)
+from trl_atropos.batches.packed_attention import ATTENTION, FLASH, RowFormat, use_own_attention
 from trl_atropos.batches.packing import Layout
 from trl_atropos.batches.sharing import RolloutTokens
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from trl_atropos.batches.packed_attention import decoder_layers
+from trl_atropos.batches.compiled_layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 

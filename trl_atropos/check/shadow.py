@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trl_atropos.batches.packed_attention import are_compiled
+from trl_atropos.batches.compiled_layers import are_compiled
 from trl_atropos.batches.sequence_parallel import RankHeads, SequenceGroup
 from trl_atropos.check.compiled import LayerCalls
 from trl_atropos.check.launch import Case

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_atropos.batches.packed_attention import has_experts
+from trl_atropos.batches.compiled_layers import has_experts
 from trl_atropos.rollouts.rollout import Rollout
 
 # dense bfloat16, from the data sheets of the SXM parts

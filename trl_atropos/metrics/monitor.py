@@ -2,7 +2,8 @@
 
 `AtroposGRPOTrainer` has one `BatchMonitor` and calls it on every rank: `correct_logs` and
 `check_rollouts` once TRL has scored a batch, `compare_with_sampler` when the policy's
-log-probabilities of it are known. What the measures are is in `health.py`.
+log-probabilities of it are known. `measures.py` has what is measured, and `health.py` what of it is
+to be warned of.
 """
 
 import logging
@@ -18,8 +19,8 @@ from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.inputs import importance_ratio, logged_advantages, share_zero_variance
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.distributed import on_main
-from trl_atropos.metrics.health import (
-    Health,
+from trl_atropos.metrics.health import Health
+from trl_atropos.metrics.measures import (
     History,
     Movement,
     rollout_measures,

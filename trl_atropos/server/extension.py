@@ -4,7 +4,8 @@ and does what the trainer asks for. Weights arrive in `weight_receiver.py`, adap
 
 vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the
 worker. `control.py` calls its methods through `collective_rpc`; they take and return plain JSON
-values. Importing this module also registers the loader of `layout.py`, before the model is built.
+values. Importing this module also registers the loader of `shared_arena.py`, before the model is
+built.
 """
 
 import torch
@@ -13,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from trl_atropos.privacy import close_to_others
 from trl_atropos.protocol import Attachment, ParameterSpec
-from trl_atropos.server import compat, layout
+from trl_atropos.server import compat, layout, shared_arena
 from trl_atropos.server.adapter_receiver import AdapterReceiver
 from trl_atropos.server.layout import Piece
 from trl_atropos.server.plugin import patch_engine
@@ -106,7 +107,7 @@ class WorkerExtension:
     def _trl_atropos_trace_weights(
         self, specs: list[ParameterSpec]
     ) -> tuple[list[list[Piece]], dict[str, str]]:
-        reason = layout.refusal_of_packed_layers()
+        reason = shared_arena.refusal_of_packed_layers()
         if reason is None and needs_reload(self.vllm_config, self.device):
             reason = "vLLM transforms its weights after loading them"
         if reason is not None:
@@ -209,12 +210,12 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
         refusals.append(
             "multi-head latent attention keeps transformed copies of its weights; use another model"
         )
-    if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
+    if device == "cpu" and config.load_config.load_format != shared_arena.LOAD_FORMAT:
         refusals.append(
-            f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos "
-            "serve`"
+            f"it was not started with --load-format {shared_arena.LOAD_FORMAT}; start it by "
+            "`trl-atropos serve`"
         )
-    packed = layout.refusal_of_packed_layers()
+    packed = shared_arena.refusal_of_packed_layers()
     if packed is not None:
         refusals.append(packed)
     return refusals

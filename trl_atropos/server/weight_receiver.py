@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from trl_atropos.protocol import ParameterSpec
-from trl_atropos.server import compat, layout
+from trl_atropos.server import compat, layout, shared_arena
 from trl_atropos.server.layout import Copy
 from trl_atropos.tensors.channel import Channel, Copies, message_layout, synchronize, unpack
 
@@ -66,7 +66,7 @@ class WeightReceiver:
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig, channel: Channel):
-        packed = layout.refusal_of_packed_layers()
+        packed = shared_arena.refusal_of_packed_layers()
         if packed is not None:
             raise ValueError(packed)
         self.model = model

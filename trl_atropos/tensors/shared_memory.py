@@ -202,3 +202,8 @@ def _device_index(uuid: str) -> int:
         f"the server's weights are on GPU {uuid}, which this process does not see: give both "
         "processes the same CUDA_VISIBLE_DEVICES"
     )
+
+
+def pointer_of(tensor: torch.Tensor) -> int:
+    """Returns the data pointer of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()

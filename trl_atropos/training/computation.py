@@ -22,7 +22,14 @@ from torch import Tensor
 from torch.nn import Module
 from trl.trainer import grpo_trainer
 
-from trl_atropos.batches import attention_kernels, numerics, packed_attention, trial
+from trl_atropos.batches import (
+    attention_kernels,
+    compiled_layers,
+    model_checks,
+    numerics,
+    packed_attention,
+    trial,
+)
 from trl_atropos.batches.attention_kernels import AUTO, TORCH, AttentionShape
 from trl_atropos.batches.generation_batch import computed_tokens
 from trl_atropos.batches.micro_batches import Batch
@@ -101,7 +108,7 @@ class Computation:
         accelerator = trainer.accelerator
         policy = base_model(trainer.model)
         dtype = self._autocast_dtype() or next(policy.parameters()).dtype
-        row = numerics.Row(
+        row = model_checks.Row(
             policy.config,
             num_positions(policy.config),
             accelerator.device,
@@ -111,7 +118,7 @@ class Computation:
         )
         is_main = accelerator.is_main_process
         restore_what_changes(self._silenced, partial(row.logits, trainer.model), warn=is_main)
-        noise = numerics.noise_left(trainer.model, row)
+        noise = model_checks.noise_left(trainer.model, row)
         if noise is not None and is_main:
             logger.warning(
                 "%s computes log-probabilities that differ by %.2g nats in the mean between "
@@ -121,7 +128,7 @@ class Computation:
                 noise,
             )
         for model in self._models():
-            numerics.check_head(model, row)
+            model_checks.check_head(model, row)
         is_slow = numerics.is_slow(accelerator.device, dtype)
         if is_slow and trainer.args.numerics != "bitwise" and is_main:
             logger.warning("%s. %s", numerics.SLOW_ON_GPUS, numerics.IN_16_BITS)
@@ -138,7 +145,7 @@ class Computation:
         if self.packs is None:
             for model in models:
                 packed_attention.use_own_attention(model)
-        self.compiles = packed_attention.are_compiled(
+        self.compiles = compiled_layers.are_compiled(
             trainer.args.compile_layers,
             base_model(trainer.model),
             trainer.accelerator.device,
@@ -146,7 +153,7 @@ class Computation:
         )
         if self.compiles:
             for model in models:
-                packed_attention.compile_layers(model)
+                compiled_layers.compile_layers(model)
 
     def how_packed(self) -> RowFormat | None:
         """Returns how rollouts are packed; `None` if these models must be padded."""
