@@ -18,7 +18,7 @@ from trl_atropos.server.layout import (
 )
 from trl_atropos.server.shared_arena import ALIGNMENT, move_to_arena
 from trl_atropos.server.weight_receiver import unloaded
-from trl_atropos.tensors.fingerprint import Part
+from trl_atropos.tensors.rectangles import Part
 from trl_atropos.tensors.shared_memory import allocate_arena
 
 CPU = torch.device("cpu")

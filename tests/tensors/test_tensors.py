@@ -25,7 +25,7 @@ from trl_atropos.tensors.channel import (
     open_receiver,
     unpack,
 )
-from trl_atropos.tensors.fingerprint import Part, rectangles
+from trl_atropos.tensors.rectangles import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.full_weights import FullWeights

@@ -33,7 +33,8 @@ from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import fingerprint as fingerprints
 from trl_atropos.tensors.channel import unpack
-from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, joined
+from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, fingerprint, joined
+from trl_atropos.tensors.rectangles import Part
 from trl_atropos.weights import colocate, gather
 from trl_atropos.weights.fingerprints import OwnFingerprints, Proof
 from trl_atropos.weights.probe import Probe

@@ -21,7 +21,8 @@ from trl_atropos.server import compat, layout
 from trl_atropos.server.layout import Copy, Piece
 from trl_atropos.server.proof import fingerprints_of
 from trl_atropos.tensors.channel import Copies, message_layout, synchronize, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints, Part
+from trl_atropos.tensors.fingerprint import Fingerprints
+from trl_atropos.tensors.rectangles import Part
 
 if TYPE_CHECKING:
     from trl_atropos.server.extension import WorkerExtension

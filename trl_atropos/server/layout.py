@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from trl_atropos.protocol import ParameterSpec, View
-from trl_atropos.tensors.fingerprint import Part, rectangles
+from trl_atropos.tensors.rectangles import Part, rectangles
 from trl_atropos.tensors.shared_memory import export_storage, pointer_of
 
 # of the modules whose buffers are tables of cosines and sines

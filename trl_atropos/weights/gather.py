@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trl_atropos.errors import GatherError
-from trl_atropos.tensors.fingerprint import Part
+from trl_atropos.tensors.rectangles import Part
 from trl_atropos.weights.adapters import trained_adapter
 
 # Modules that activation checkpointing and torch.compile put around others: they are no part of a
