@@ -1,4 +1,4 @@
-"""What a service needs of its machine."""
+"""Checks whether a machine has what services need."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, in bytes."""
+"""Computes how many bytes an optimizer keeps."""
 
 import math
 from collections.abc import Iterable
