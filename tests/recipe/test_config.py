@@ -6,7 +6,6 @@ import re
 import warnings
 from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import yaml
@@ -22,7 +21,14 @@ from trl_atropos.config import (
     described,
 )
 from trl_atropos.modes import MODES
-from trl_atropos.recipe import PARTS, RecipeError, ServicesConfig, parse
+from trl_atropos.recipe import (
+    PARTS,
+    RecipeError,
+    ServicesConfig,
+    _Parser,
+    _types_of_settings,
+    parse,
+)
 from trl_atropos.recipe_files import load_checked
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
@@ -213,10 +219,7 @@ def test_default_may_stand_in_a_recipe(tmp_path):
     defaults |= {"resume_from_checkpoint": False, "fsdp": False, "scale_rewards": False}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(USUAL | defaults))
-    types = {}
-    for part in PARTS:
-        types |= get_type_hints(part)
-    load_checked(str(path), types)
+    load_checked(str(path), _types_of_settings(_Parser(PARTS)))
 
 
 def test_flags_override_the_recipe(tmp_path):
