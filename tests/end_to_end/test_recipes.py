@@ -519,6 +519,8 @@ def test_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     # of GSM8K all that there are, before the first step and after the last
     problems = {"gsm8k": 2, "long": 2, "own_environment": 16}.get(Path(recipe).parts[1])
     assert evaluated == ([problems] * 2 if problems else [])
+    logs_of_servers = [path.read_text() for path in tmp_path.rglob("*vllm*.log")]
+    assert logs_of_servers and not any("refused the control" in text for text in logs_of_servers)
     if "tool_use" in recipe:
         the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)
 

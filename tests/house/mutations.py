@@ -586,6 +586,12 @@ MUTATIONS: list[Mutation] = [
         "tests/server/test_control.py::test_server_tells_oldest_version_in_flight",
     ),
     Mutation(
+        "trl_atropos/server/plane.py",
+        "            self.hold_back(False, 1.0)\n",
+        "",
+        "tests/server/test_control.py::test_held_requests_wait_while_others_are_served",
+    ),
+    Mutation(
         "trl_atropos/server/sampling.py",
         "        await self.plane.until_open()\n",
         "",
@@ -741,12 +747,6 @@ MUTATIONS: list[Mutation] = [
         "checkpoint_dir=os.path.abspath(run.output_dir)",
         "checkpoint_dir=run.output_dir",
         "tests/rollouts/test_atropos_source.py::test_environments_get_run_facts_but_no_last_step",
-    ),
-    Mutation(
-        "trl_atropos/rollouts/feed.py",
-        "        self.gate.release()\n",
-        "",
-        "tests/rollouts/test_resume.py::test_waiting_requests_begin_at_end_of_run",
     ),
     Mutation(
         "trl_atropos/rollouts/source.py",

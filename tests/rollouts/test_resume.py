@@ -578,16 +578,6 @@ def test_waiting_requests_begin_one_batch_per_policy(api, open_source):
     assert api.get("/status")["queue_size"] == 0
 
 
-def test_waiting_requests_begin_at_end_of_run(api, open_source):
-    book = Held()
-    source = open_source(hold_requests=True, versions=book)
-    api.deliver(*groups(1, 2))
-    assert scores(source, 4) == [1, 1, 2, 2]
-    assert book.told[-1] == (True, 0.0)
-    source.close()
-    assert book.told[-1] == (False, 1.0)  # nobody else would ever let them in
-
-
 def test_silence_counts_only_while_somebody_waits(api, open_source, monkeypatch, caplog):
     caplog.set_level("INFO", "trl_atropos")
     monkeypatch.setattr(diagnosis, "QUIET_WARNING", 1.0)

@@ -139,8 +139,8 @@ class Feed:
         return metrics
 
     def stop(self) -> None:
-        """Ends the thread, and lets in the requests that wait. A `GET /batch` in flight first gets
-        some time, because aborting it loses a batch."""
+        """Ends the thread. A `GET /batch` in flight first gets some time, because aborting it loses
+        a batch."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -149,7 +149,6 @@ class Feed:
         if self.thread.is_alive():
             self.puller.client.abort()
             self.thread.join(CLOSE_GRACE)
-        self.gate.release()
 
     # --------------------------------------------------------------------- the feed's thread
 

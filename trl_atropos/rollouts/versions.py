@@ -288,7 +288,8 @@ class RequestGate:
 
     When the API hands out a batch, environments begin to sample the next one. The gate closes
     before that, and requests wait while the trainer trains. When the policy is new, the gate lets
-    in as many requests as one batch needs.
+    in as many requests as one batch needs. Nobody opens it at the end of a run: a server lets in all
+    requests when the trainer's lease ends.
 
     Args:
         versions: the servers.
@@ -328,9 +329,3 @@ class RequestGate:
             batches_waiting = rollouts_waiting // self.batch_size
             self.versions.hold_requests(True, 1 / (1 + batches_waiting))
         self.policy_is_new = False
-
-    def release(self) -> None:
-        """Lets in all requests when the run ends: nobody else would ever do it."""
-        if self.enabled:
-            self._closed = False
-            self.versions.hold_requests(False, 1.0)
