@@ -33,6 +33,8 @@ NOISE = re.compile(
 )
 # What vLLM writes before each line of its processes, also of their tracebacks.
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
+# Of Python. The line of code that it names is below it, indented.
+WARNING_LINE = re.compile(r"\S+:\d+: \w*Warning: ")
 ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S|guard: cannot start ")
 # By which an environment says why it ends, as in `environment_site/environment_words.py`.
 LAST_WORDS = "environment: "
@@ -55,11 +57,14 @@ def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
 
 def tell_work(service: "Service", doing: str) -> None:
     """Logs in one line of the terminal's width what a service is doing: `doing`, and the last line
-    with words in its log, such as the present state of a progress bar."""
+    with words in its log, such as the present state of a progress bar. Python's warnings do not
+    say what it is doing."""
     work = "no output yet"
     lines = tail(service.log_path, SEARCHED_LINES, service.log_start).splitlines()
     for line in lines[1:]:  # the first is that of the command
-        text = VLLM_PREFIX.sub("", line).strip()
+        text = VLLM_PREFIX.sub("", line)
+        if text.startswith(" ") or WARNING_LINE.match(text):
+            continue
         if re.search("[a-z]{3}", text):
             work = text
     width = columns(sys.stderr) or TAIL_WIDTH
