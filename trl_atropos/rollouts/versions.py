@@ -288,8 +288,8 @@ class RequestGate:
 
     When the API hands out a batch, environments begin to sample the next one. The gate closes
     before that, and requests wait while the trainer trains. When the policy is new, the gate lets
-    in as many requests as one batch needs. Nobody opens it at the end of a run: a server lets in all
-    requests when the trainer's lease ends.
+    in as many requests as one batch needs. Nobody opens it at the end of a run: a server lets in
+    all requests when the trainer's lease ends.
 
     Args:
         versions: the servers.
