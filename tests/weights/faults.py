@@ -214,7 +214,12 @@ def fresh_samples(server: Server) -> list[Sampled]:
 
 @dataclass
 class Samplers:
-    """Two threads that sample all the time, one by each route, and note what they get."""
+    """Two threads that sample all the time, one by each route, and note what they get.
+
+    Attributes:
+        failures: Each after the name of its route, `sample` or `complete`. A thread whose request
+            failed asks again.
+    """
 
     server: Server
     samples: list[Sampled] = field(default_factory=list)
@@ -248,7 +253,7 @@ class Samplers:
             try:
                 self.samples.append(route(self.server, prompt, generator.randrange(8, 40)))
             except Exception as error:  # noqa: BLE001 - whatever it is, a thread would lose it
-                self.failures.append(f"{type(error).__name__}: {error}")
+                self.failures.append(f"{route.__name__}: {type(error).__name__}: {error}")
                 time.sleep(0.05)
 
 
