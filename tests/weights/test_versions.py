@@ -584,7 +584,8 @@ def test_strict_on_policy_run_drops_no_rollouts(policy, book, server, api, tmp_p
                 dropped += source.metrics()["rollouts/dropped_stale"]
                 policy.publish(policy.version + 1)
                 wanted[0]()
-            source.close()  # which lets go what it holds, and the environment end
+            source.close()
+            policy.renew_lease()  # or the environment would wait
         assert dropped == 0
     # nothing is held any more
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok
@@ -610,6 +611,7 @@ def test_held_requests_bound_mean_staleness_by_one(policy, book, server, api, tm
                 policy.publish(policy.version + 1)
                 wanted[0]()
             source.close()
+            policy.renew_lease()  # or the environment would wait
         assert 0.4 <= np.mean(ages) <= 1  # without holding, it is above 1.5
         # On a busy machine, a group may be late and be sampled by the next policy.
         assert second > 24 or np.mean(np.equal(ages[1:], 1)) >= 0.8

@@ -75,6 +75,12 @@ class MovingPolicy:
         self.client.resume(version)
         self.version = version
 
+    def renew_lease(self) -> None:
+        """Ends the lease, as a run does when it ends: the server lets in all requests that wait.
+        Then takes another."""
+        self.client.release_lease()
+        self.client.hold_lease()
+
     def put_back(self) -> None:
         self.client.pause()
         restore(self.model, self._original)
