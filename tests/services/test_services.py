@@ -108,10 +108,10 @@ STARTING = """
 import time
 print("(APIServer pid=5) INFO 11-23 13:30:18 [loader.py:501] Loading weights took 0.01 seconds")
 print("Capturing CUDA graphs:  10%|#  |", end="\\r")
-print("Capturing CUDA graphs:  35%|###|", flush=True)
+print("  Capturing CUDA graphs:  35%|###|", flush=True)
 print("/site/dispatcher.py:139: FutureWarning: `reduce_op` is deprecated")
 print("  wrapper = lookup(kernel)")
-print("---", flush=True)
+print("  ---", flush=True)
 time.sleep(600)
 """
 

@@ -60,12 +60,13 @@ def tell_work(service: "Service", doing: str) -> None:
     with words in its log, such as the present state of a progress bar. Python's warnings do not
     say what it is doing."""
     work = "no output yet"
+    is_warning = False
     lines = tail(service.log_path, SEARCHED_LINES, service.log_start).splitlines()
     for line in lines[1:]:  # the first is that of the command
         text = VLLM_PREFIX.sub("", line)
-        if text.startswith(" ") or WARNING_LINE.match(text):
-            continue
-        if re.search("[a-z]{3}", text):
+        is_code = is_warning and text.startswith("  ")
+        is_warning = WARNING_LINE.match(text) is not None
+        if re.search("[a-z]{3}", text) and not (is_warning or is_code):
             work = text
     width = columns(sys.stderr) or TAIL_WIDTH
     room = width - len("[trl_atropos] ")
